@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.errors import ArgumentError, MeshError
 from unidist.strategies.zero import STAGES, spread
 
 Rule = Callable[[str, tuple[int, ...]], Layout]
+# The name of an axis that cuts sequences.
+CONTEXT = "context"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Strategy:
         uneven: whether a variable may be cut into shards of different sizes.
         joint: whether one dim of a variable may be cut by several axes.
         sequence_parallel: what stands between layers with cut kernels is cut too, along the sequence (dim 1).
+        context_axes: those that cut sequences, from a model's inputs to its outputs.
+        attention: how attention reads places of other parts there: "auto", "ulysses" or "gather".
         exact_random: layers draw one device's random numbers.
         per_tensor_rows: tensors of a batch that have other numbers of rows are cut each by its own.
         remat: which layers backward computes again, as in unidist/keras/recomputing.py.
@@ -63,6 +67,8 @@ class Strategy:
     uneven: bool = True
     joint: bool = True
     sequence_parallel: bool = False
+    context_axes: Axes = ()
+    attention: str = "auto"
     exact_random: bool = False
     per_tensor_rows: bool = False
     remat: str | Callable[[Any], bool] = field(default="none", compare=False)
@@ -74,7 +80,14 @@ class Strategy:
 
     @property
     def model_axes(self) -> Axes:
-        return tuple(axis for axis in self.mesh.axis_names if axis not in self.data_axes)
+        return tuple(axis for axis in self.mesh.axis_names if axis not in (*self.data_axes, *self.context_axes))
+
+    @property
+    def in_parts(self) -> Literal["whole", "all"] | None:
+        """Says which weights layers use on parts of sequences, "whole" ones or "all"; None: no parts."""
+        if self.context_axes:
+            return "all"
+        return "whole" if self.sequence_parallel else None
 
     @property
     def data_shards(self) -> int:
@@ -99,7 +112,9 @@ class Strategy:
         return Layout(self.data_axes) if self.data_axes else Layout()
 
 
-def choose_axes(mesh: Mesh, data_axis: str | Axes | None, model_axis: str | Axes | None) -> tuple[Axes, Axes]:
+def choose_axes(
+    mesh: Mesh, data_axis: str | Axes | None, model_axis: str | Axes | None, context_axes: Axes = ()
+) -> tuple[Axes, Axes]:
     """(data axes, model axes) of a model-parallel mesh.
 
     Named ones are taken as they are. Otherwise an axis called "data" or "batch" is the data axis; without such a
@@ -108,20 +123,33 @@ def choose_axes(mesh: Mesh, data_axis: str | Axes | None, model_axis: str | Axes
     Raises:
         MeshError: an unknown axis, or one named for both.
     """
+    others = tuple(axis for axis in mesh.axis_names if axis not in context_axes)
     if data_axis is not None:
         data = mesh.check_axes(data_axis)
     elif model_axis is not None:
         taken = mesh.check_axes(model_axis)
-        data = tuple(axis for axis in mesh.axis_names if axis not in taken)
+        data = tuple(axis for axis in others if axis not in taken)
     else:
-        named = tuple(axis for axis in mesh.axis_names if axis in ("data", "batch"))
-        data = named or (mesh.axis_names[:1] if len(mesh.axis_names) > 1 else ())
+        named = tuple(axis for axis in others if axis in ("data", "batch"))
+        data = named or (others[:1] if len(others) > 1 else ())
     model = (
-        mesh.check_axes(model_axis)
-        if model_axis is not None
-        else tuple(axis for axis in mesh.axis_names if axis not in data)
+        mesh.check_axes(model_axis) if model_axis is not None else tuple(axis for axis in others if axis not in data)
     )
-    both = set(data) & set(model)
-    if both:
-        raise MeshError(f"axis {sorted(both)[0]!r} cannot be both a data and a model axis of {mesh}")
+    for one, other, names in (
+        (data, model, "a data and a model"),
+        ((*data, *model), context_axes, "a context and another"),
+    ):
+        if both := set(one) & set(other):
+            raise MeshError(f"axis {sorted(both)[0]!r} cannot be both {names} axis of {mesh}")
     return data, model
+
+
+def choose_context(mesh: Mesh, context_axis: str | Axes | None) -> Axes:
+    """The axes that cut sequences: those named, else the one called "context", if there is one.
+
+    Raises:
+        MeshError: an unknown axis.
+    """
+    if context_axis is not None:
+        return mesh.check_axes(context_axis)
+    return tuple(axis for axis in mesh.axis_names if axis == CONTEXT)

@@ -120,9 +120,11 @@ class World:
     Args:
         invariant: axes of an invariant space. All of them, or the last: each part in the space of the others is then a
             carrier there.
+        turns: as of the last space.
     """
 
-    def __init__(self, invariant: int = 0, **axes: int) -> None:
+    def __init__(self, invariant: int = 0, turns: Any = "no", **axes: int) -> None:
+        self._turns = turns
         self.mesh = Mesh(axes)
         self._outer = len(axes) - invariant
         self.backend = VirtualRanks(VirtualWorld(self.mesh.size))
@@ -137,7 +139,9 @@ class World:
         """The outer one first."""
         lines = tuple((axis,) for axis in self.mesh.axis_names)
         own = [(lines[: self._outer], False), (lines[self._outer :], True)]
-        return [Space.of(self.backend, self.mesh, of, invariant) for of, invariant in own if of]
+        found = [Space.of(self.backend, self.mesh, of, invariant) for of, invariant in own if of]
+        found[-1].turns, found[-1].lean = self._turns, self._turns != "no"
+        return found
 
     def fails(self, case: Case, layouts: Sequence[States], tolerance: float = 1e-7) -> str | None:
         """What is wrong with a case, or None."""

@@ -10,6 +10,7 @@ import pytest
 from tests.support.sampling import SEED, unless_all
 from tests.torch.sharded.cases import FUNCTIONS, case
 from tests.torch.sharded.lockstep import World, every, on_two_axes, uneven
+from unidist import events
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +50,21 @@ def test_two_axes(family: str, square: World) -> None:
         for layouts in on_two_axes(one.inputs, (2, 2), unless_all(3, 60), draw):
             failures.append(square.fails(one, layouts))
     assert not any(failures), "\n".join([failure for failure in failures if failure][:20])
+
+
+@pytest.mark.parametrize("turns", ["less", "always"])
+@pytest.mark.parametrize("family", ["contraction", "attention", "elementwise"])
+def test_products_turn_what_is_cut(family: str, turns: str) -> None:
+    """And masks are gathered before they are spread."""
+    failures, ops = [], set()
+    draw = random.Random(SEED)
+    for n in (2, 3):
+        world = World(1, turns, model=n)
+        for key in FUNCTIONS[family]:
+            one = case(family, key)
+            layouts = list(every(one.inputs, n, uneven))
+            for layout in draw.sample(layouts, unless_all(min(len(layouts), 10), len(layouts))):
+                with events.listen(lambda event: ops.add(event.op)):
+                    failures.append(world.fails(one, layout))
+    assert not (found := list(filter(None, failures))), "\n".join(found[:20])
+    assert "all_to_all" in ops or family == "elementwise"

@@ -140,6 +140,52 @@ def test_who_has_no_rows_lays_features_out_as_who_has_some() -> None:
     backend.run(program)
 
 
+def test_products_are_not_turned_to_heads_that_are_cut() -> None:
+    """Of queries and keys one axis cuts places, and one heads: rows are turned to, and no head is sent."""
+    backend, _ = spaces()
+    mesh, sent = Mesh({"data": 2, "model": 2}), set()
+    shape = (2, 4, 2, 3)  # rows, places, heads, features
+    q, k = torch.arange(48.0).reshape(shape).cos(), torch.arange(48.0).reshape(shape).sin()
+
+    def program(rank: int) -> None:
+        outer, inner = (Space.of(backend, mesh, ((axis,),), invariant=True) for axis in mesh.axis_names)
+        outer.holds, outer.turns = True, "always"
+
+        def carried(x: torch.Tensor) -> Any:
+            part = distribute(x, outer.spec((chunked(1, 4, 2),), shape)).local.clone()
+            return wrap(
+                distribute(part, inner.spec((chunked(2, 2, 2),), part.shape)),
+                outer.spec_of((chunked(1, 4, 2),), part.shape),
+            )
+
+        scores: Any = torch.einsum("bquh,bkuh->buqk", carried(q), carried(k))
+        assert outer.spec((chunked(0, 2, 2),), scores.shape) is scores.spec
+        assert tuple(scores.local.local.shape) == (1, 1, 4, 4)
+        assert torch.allclose(scores.whole(), torch.einsum("bquh,bkuh->buqk", q, k))
+
+    with events.listen(lambda event: sent.add((event.op, event.axes))):
+        backend.run(program)
+    assert ("all_to_all", ("data",)) in sent
+
+
+def test_parts_of_other_sizes_are_laid_out_alike() -> None:
+    """What is cheapest for three columns is not so for two: their features meet again over the columns."""
+    backend, made = spaces()
+    x, y = torch.arange(5.0).reshape(5, 1), torch.arange(1.0, 6.0)
+
+    def program(rank: int) -> None:
+        outer, inner = made()
+        rows = distribute(x.double(), inner.spec((chunked(0, 5, 2),), x.shape))
+        rows.local.requires_grad_()
+        part = distribute(y.double(), outer.spec((chunked(0, 5, 2),), y.shape)).local
+        sums = wrap(part * (rank % 2), inner.spec((PARTIAL,), part.shape))
+        found: Any = wrap(rows, outer.whole(x.shape)) * wrap(sums, outer.spec((chunked(0, 5, 2),), y.shape))
+        assert torch.equal(found.whole(), (x * y).double())
+        found.sum().backward()
+
+    backend.run(program)
+
+
 def test_moves_of_rows_join_features() -> None:
     """Of rows whose features are cut: an extreme, a cumulative sum over rows, and a cast that rounds in backward."""
     backend, made = spaces()

@@ -1,4 +1,4 @@
-"""Layout maps that a strategy is given: of unidist, of Keras, or a plain mapping of rules."""
+"""Layout maps that a strategy is given, of unidist, of Keras or plain; and Keras's own objects."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import warnings
 from typing import Any
 
 import keras
+from keras.distribution import DeviceMesh, TensorLayout
 
-from unidist.algebra import Layout, Mesh
+from unidist import session
+from unidist.algebra import Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh
 from unidist.errors import LayoutError
 from unidist.planner.layout_map import LayoutMap
@@ -47,3 +49,20 @@ class KerasRules(LayoutMap):
         super().check_used(paths)
         if idle:
             warnings.warn(f"layout rules that match no variable of the model: {idle}", UserWarning, stacklevel=4)
+
+
+def keras_mesh(mesh: Mesh) -> Any:
+    """Keras's DeviceMesh of a Mesh."""
+    names = session.backend().list_devices()
+    return DeviceMesh(mesh.shape, list(mesh.axis_names), [names[rank] for rank in mesh.devices])
+
+
+def keras_layout(layout: Layout, shape: tuple[int, ...], mesh: Mesh, device_mesh: Any) -> Any:
+    """Returns Keras's TensorLayout of a Layout, or the backend's native layout.
+
+    The latter where a dim has several axes, which TensorLayout cannot say. Keras takes it as well.
+    """
+    if any(len(axes) > 1 for axes in layout.dims):
+        return session.backend().layout(Sharding(mesh, layout, shape))
+    dims = [layout.dim_axes(dim) for dim in range(len(shape))]
+    return TensorLayout([axes[0] if axes else None for axes in dims], device_mesh)

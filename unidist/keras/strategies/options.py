@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import keras
 
-from unidist.errors import CapabilityError
+from unidist.algebra import Axes
+from unidist.errors import ArgumentError, CapabilityError
 from unidist.keras import recomputing
 from unidist.keras.recomputing import Remat
 
+Attention = Literal["auto", "ulysses", "gather"]
 # Why TensorFlow cannot have an option, and what it does not go with in parts of sequences.
 _NOT_WITH = {
     "exact_random": ("each device draws for its own rows", "layers draw for parts of sequences"),
@@ -41,6 +43,27 @@ def options(
         "remat": remat,
         **by_carriers,
     }
+
+
+def contexts(axes: Axes, attention: str, sequence_parallel: bool) -> dict[str, Any]:
+    """Returns what a Strategy holds of contexts.
+
+    Raises:
+        ArgumentError: `attention` is no choice. CapabilityError: Keras's backend has no contexts, or parts of
+            sequences are asked for twice.
+    """
+    if attention not in get_args(Attention):
+        raise ArgumentError(f"attention={attention!r}: give one of {', '.join(map(repr, get_args(Attention)))}")
+    if axes and keras.config.backend() != "torch":
+        raise CapabilityError(
+            f"an axis of contexts {axes}: with Keras on {keras.config.backend()!r} this version cuts no sequences. "
+            "Name the axis otherwise, or set KERAS_BACKEND=torch before Keras is imported"
+        )
+    if axes and sequence_parallel:
+        raise CapabilityError(
+            f"sequence_parallel=True with an axis of contexts {axes}: both cut sequences. Leave one out"
+        )
+    return {"context_axes": axes, "attention": attention}
 
 
 def takes_uneven() -> bool:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.distribution import DeviceMesh, TensorLayout
 
 from unidist import session
-from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.algebra import Axes, Layout, Mesh
 from unidist.array import as_layout, as_mesh, set_mesh_in_use
 from unidist.backends import registry
 from unidist.errors import CapabilityError, LayoutError, MeshError
@@ -19,12 +18,12 @@ from unidist.keras.feed.dataset_shard import own_part
 from unidist.keras.patching import patches
 from unidist.keras.patching.compat import Distribution
 from unidist.keras.recomputing import Remat
-from unidist.keras.strategies.layout_maps import KerasRules, as_layout_map, mesh_of_map
-from unidist.keras.strategies.options import options, takes_uneven
+from unidist.keras.strategies.layout_maps import KerasRules, as_layout_map, keras_layout, keras_mesh, mesh_of_map
+from unidist.keras.strategies.options import Attention, contexts, options, takes_uneven
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
-from unidist.strategies.strategy import choose_axes, replicated
+from unidist.strategies.strategy import choose_axes, choose_context, replicated
 
 # The strategy that was made last, and the adapter that was in use then.
 _made: list[tuple[Any, UnidistDistribution]] = []
@@ -182,6 +181,12 @@ class ModelParallel(UnidistDistribution):
         zero: 1 or 2: each data shard reduces, and keeps the optimizer's slots of, its part of each variable; 3: it
             keeps only its part of the variables too, and gathers a layer's for its call (ZeRO, FSDP).
         auto_shard_dataset: see DataParallel.
+        context_axis: the axes that cut sequences. None: the axis named "context", if there is one. Dim 1 of inputs of
+            whole numbers, or of three dims or more, is cut, and each device holds its places of all that the model
+            makes of them. Weights are whole along these axes. Keras on torch only.
+        attention: how places of other devices are read: "gather" gathers keys and values, "ulysses" turns queries, keys
+            and values to heads and back by all_to_all (Jacobs et al. 2023, arXiv:2309.14509). "auto": whichever sends
+            less, product by product.
         sequence_parallel: between a layer whose sum is reduced and the next one with a cut kernel each device holds a
             part of the sequence (dim 1 of what has three dims or more): reduce_scatter and all_gather in place of
             all_reduce, and norms, dropout and residual sums on a part of the activations (Korthikanti et al. 2022,
@@ -215,6 +220,8 @@ class ModelParallel(UnidistDistribution):
         model_axis: str | Axes | None = None,
         zero: int = 0,
         auto_shard_dataset: bool = True,
+        context_axis: str | Axes | None = None,
+        attention: Attention = "auto",
         sequence_parallel: bool = False,
         exact_random: bool = False,
         per_tensor_rows: bool = False,
@@ -222,20 +229,25 @@ class ModelParallel(UnidistDistribution):
     ) -> None:
         more = options(auto_shard_dataset, zero, sequence_parallel, exact_random, per_tensor_rows, remat)
         if isinstance(layout_map, str):
-            self._find(layout_map, _mesh_or_all(mesh, "model"), data_axis, model_axis, more)
+            grid = _mesh_or_all(mesh, "model")
+        else:
+            grid = as_mesh(mesh) if mesh is not None else mesh_of_map(layout_map)
+        context = choose_context(grid, context_axis)
+        more |= contexts(context, attention, sequence_parallel)
+        if isinstance(layout_map, str):
+            self._find(layout_map, grid, data_axis, model_axis, more)
             return
-        grid = as_mesh(mesh) if mesh is not None else mesh_of_map(layout_map)
         rules = as_layout_map(layout_map, grid)
         if rules.mesh != grid:
             raise LayoutError(f"the layout map is for {rules.mesh}, the strategy for {grid}: use one mesh")
-        data, _ = choose_axes(grid, data_axis, model_axis)
+        data, _ = choose_axes(grid, data_axis, model_axis, context)
         strategy = Strategy(grid, data, _layouts_of(rules), **more)
         super().__init__(strategy, rules)
 
     def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, more: dict[str, Any]) -> None:
         if how != "auto":
             raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
-        data, self.model_axes = choose_axes(mesh, data_axis, model_axis)
+        data, self.model_axes = choose_axes(mesh, data_axis, model_axis, more["context_axes"])
         self.found = FoundLayouts(mesh, self.model_axes)
         strategy = Strategy(mesh, data, self.found.layout_for, **more)
         super().__init__(strategy, self.found.layout_map)
@@ -292,23 +304,6 @@ class _PathAndShape:
     def __init__(self, path: str, shape: tuple[int, ...]) -> None:
         self.path = path
         self.shape = shape
-
-
-def keras_mesh(mesh: Mesh) -> Any:
-    """Keras's DeviceMesh of a Mesh."""
-    names = session.backend().list_devices()
-    return DeviceMesh(mesh.shape, list(mesh.axis_names), [names[rank] for rank in mesh.devices])
-
-
-def keras_layout(layout: Layout, shape: tuple[int, ...], mesh: Mesh, device_mesh: Any) -> Any:
-    """Returns Keras's TensorLayout of a Layout, or the backend's native layout.
-
-    The latter where a dim has several axes, which TensorLayout cannot say. Keras takes it as well.
-    """
-    if any(len(axes) > 1 for axes in layout.dims):
-        return session.backend().layout(Sharding(mesh, layout, shape))
-    dims = [layout.dim_axes(dim) for dim in range(len(shape))]
-    return TensorLayout([axes[0] if axes else None for axes in dims], device_mesh)
 
 
 def _check_fills(mesh: Mesh) -> None:

@@ -117,7 +117,7 @@ class EpochReader:
 
     @property
     def rows(self) -> Rows | None:
-        """Those that were read last; None: of no batch yet, or the batch is not cut."""
+        """Gives the rows that were read last; None: of no batch yet, or the batch is not cut."""
         return self._read[-1] if self._read else None
 
     def of_execution(self, batches: list[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.torch import borders, carrying, changes, context, cutting
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.gathers import Gathers
-from unidist.keras.torch.layers import applying, rules, sequence
+from unidist.keras.torch.layers import applying, contexts, rules, sequence
 from unidist.keras.torch.params import placing
 from unidist.keras.torch.step import activity, attributes, drawing, eagerly, metrics, own_apply, statistics
 from unidist.keras.torch.step.rank_local import PerRankList, PerRankSet
@@ -174,7 +174,9 @@ class Engine:
         for layer in changed:
             if axes := shared.get(layer.path):
                 applying.share(layer, axes)
-        if not self._prepared and world.mesh.size > world.mesh.axis_size(world.data_axes or ()):
+        if not self._prepared and self.distribution.strategy.context_axes:
+            contexts.give(model, self.distribution.strategy)
+        elif not self._prepared and world.mesh.size > world.mesh.axis_size(world.data_axes or ()):
             sequence.give_whole(model)
         if world.data_axes:
             activity.show_all_rows(model)
@@ -212,8 +214,7 @@ class Engine:
             self.settle()
             self.traffic.close()
             reads = self.traffic.reads
-        in_parts = self.distribution.strategy.sequence_parallel
-        self.traffic = Traffic(self.model, self.world, in_parts=in_parts, reads=reads)
+        self.traffic = Traffic(self.model, self.world, in_parts=self.distribution.strategy.in_parts, reads=reads)
 
     # steps --------------------------------------------------------------------------------------------------------
 

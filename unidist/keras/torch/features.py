@@ -17,6 +17,7 @@ import torch
 from unidist import events
 from unidist.algebra import Axes
 from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
+from unidist.backends.torch.sharded.autograd import serve_replaced
 from unidist.backends.torch.sharded.moving import plain_in
 from unidist.backends.torch.sharded.tensor import moved, plain
 from unidist.keras.patching.compat import get_keras_mask, set_keras_mask
@@ -35,6 +36,7 @@ def space_over(frame: Frame, axes: Axes) -> Space:
     world = frame.world
     found: Space | None = world.spaces.get((frame.rank, axes))
     if found is None:
+        serve_replaced()
         found = world.spaces[frame.rank, axes] = Space.of(world.backend, world.mesh, (axes,), invariant=True)
         found.exact = True  # ranks' generators stand alike in a step (drawing.py)
         found.fan = functools.partial(_fanned_together, axes)
@@ -52,6 +54,11 @@ def carries_rows(x: Any) -> TypeGuard[ShardedTensor]:
     return type(x) is ShardedTensor and not x.spec.space.invariant
 
 
+def is_around(x: Any, space: Space) -> TypeGuard[ShardedTensor]:
+    """Returns whether a tensor's parts may be carriers of a space: it carries rows, or a context's places."""
+    return type(x) is ShardedTensor and x.spec.space is not space and (x.spec.space.holds or not x.spec.space.invariant)
+
+
 def is_cut(x: Any) -> bool:
     """Returns whether model axes cut a tensor's features, also those of this rank's rows."""
     return type(x) is ShardedTensor and (x.spec.space.invariant or type(x.local) is ShardedTensor)
@@ -59,11 +66,10 @@ def is_cut(x: Any) -> bool:
 
 def given(frame: Frame, part: torch.Tensor, dim: int, size: int, axes: Axes) -> torch.Tensor:
     """This rank's features, of `size` along a dim, as all of them."""
-    if carries_rows(part):
-        states = part.spec.states
-        out = given(frame, part.local, dim, size, axes)
-        return wrap(out, part.spec.space.spec_of(states, out.shape))
     space, dim = space_over(frame, axes), dim % part.ndim
+    if is_around(part, space):
+        out = given(frame, part.local, dim, size, axes)
+        return wrap(out, part.spec.space.spec_of(part.spec.states, out.shape))
     state = chunked(dim, size, space.sizes[0])
     shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
     out = wrap(part, space.spec((state,), shape))
@@ -73,11 +79,11 @@ def given(frame: Frame, part: torch.Tensor, dim: int, size: int, axes: Axes) -> 
 
 def taken(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
     """This rank's features of a tensor along a dim."""
-    if carries_rows(x):
-        part = taken(frame, x.local, dim, axes)
-        return wrap(part, x.spec.space.spec_of(x.spec.states, part.shape))
     dim %= x.ndim
     space = space_over(frame, axes)
+    if is_around(x, space):
+        part = taken(frame, x.local, dim, axes)
+        return wrap(part, x.spec.space.spec_of(x.spec.states, part.shape))
     if type(x) is ShardedTensor and x.spec.space is space:
         return moved(x, (chunked(dim, x.shape[dim], space.sizes[0]),))
     x = plain(x)
@@ -86,9 +92,9 @@ def taken(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
 
 def comes_cut(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> bool:
     """Returns whether each rank has its features along a dim, so that nothing is sent for them."""
-    if carries_rows(x):
-        x = x.local
     space = space_over(frame, axes)
+    while is_around(x, space):
+        x = x.local
     if type(x) is not ShardedTensor or x.spec.space is not space:
         return False
     dim %= x.ndim
@@ -102,9 +108,9 @@ def fanned_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     the one all_reduce of their gradients. Such are query, key and value; gate and up; what an encoder gives to each
     block of a decoder.
     """
-    if carries_rows(x):
-        return wrap(fanned_out(frame, x.local, axes), x.spec)
     space = space_over(frame, axes)
+    if is_around(x, space):
+        return wrap(fanned_out(frame, x.local, axes), x.spec)
     if type(x) is ShardedTensor and x.spec.space is space and sequence_of(x):
         return moved(x, (ALIKE,))
     return plain_in(space, plain(x), (ALIKE,))
@@ -121,9 +127,9 @@ def shared(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
 
     S -> F is an all_gather, and a reduce_scatter backward.
     """
-    if carries_rows(x):
-        return wrap(shared(frame, x.local, axes), x.spec)
     space = space_over(frame, axes)
+    if is_around(x, space):
+        return wrap(shared(frame, x.local, axes), x.spec)
     if type(x) is ShardedTensor and x.spec.space is space:
         part = moved(x, (ALIKE,))
     else:

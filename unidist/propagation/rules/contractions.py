@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from unidist.propagation.choosing import Option
-from unidist.propagation.layouts import PARTIAL, WHOLE, Cut, Shape, State
+from unidist.propagation.layouts import PARTIAL, WHOLE, Cut, Shape, State, chunked
 from unidist.propagation.rules.elementwise import broadcast
 
 Letters = tuple[str, ...]
@@ -18,6 +18,9 @@ def contraction(
     terms: tuple[Letters, ...],
     out: Letters,
     bias: int | None = None,
+    turns: int = 0,
+    fixed: frozenset[str] = frozenset(),
+    always: bool = False,
 ) -> Iterator[Option]:
     """A product of operands with a letter for each dim, as an einsum's.
 
@@ -25,11 +28,18 @@ def contraction(
         terms: the letters of each operand.
         out: those of the result.
         bias: the operand that is added to the product along its last letters, if there is one.
+        turns: places over which a cut operand may be turned to another of its dims; 0: it is not.
+        fixed: letters that it is not turned to.
+        always: operands that are cut along several letters are turned, whatever it sends.
     """
     factors = [k for k in range(len(states)) if k != bias]
     cut = {(terms[k][s.dim], s.sizes) for k, s in enumerate(states) if isinstance(s, Cut) and k != bias}
     if bias is not None and isinstance(states[bias], Cut):
         cut.add((terms[bias][states[bias].dim], states[bias].sizes))  # type: ignore[union-attr]
+    turned = list(_turned(states, shapes, terms, out, turns, fixed)) if turns and cut else []
+    if always and turned and len({letter for letter, _ in cut}) > 1:
+        yield from turned
+        return
     # Letters of the result come first: what they leave is cut and no sum.
     for letter, sizes in sorted(cut, key=lambda one: (one[0] not in out, one)):
         lengths = [shapes[k][term.index(letter)] for k, term in enumerate(terms) if letter in term]
@@ -42,12 +52,37 @@ def contraction(
             yield Option(tuple(wants), Cut(out.index(letter), sizes))
         else:
             yield Option(tuple(PARTIAL if k == bias else want for k, want in enumerate(wants)), PARTIAL)
+    yield from turned
     if PARTIAL in states:
         # One factor's parts add up to the product's; a bias counts once.
         for k in [k for k in factors if states[k] == PARTIAL] or factors[:1]:
             yield Option(
                 tuple(PARTIAL if j in (k, bias) else WHOLE for j in range(len(states))),
                 PARTIAL,
+            )
+
+
+def _turned(
+    states: Sequence[State],
+    shapes: Sequence[Shape],
+    terms: tuple[Letters, ...],
+    out: Letters,
+    places: int,
+    fixed: frozenset[str],
+) -> Iterator[Option]:
+    """Cuts along other letters that the result and all cut operands have: rows last."""
+    holders = [k for k, state in enumerate(states) if isinstance(state, Cut)]
+    held = {terms[k][states[k].dim] for k in holders}  # type: ignore[union-attr]
+    first = terms[holders[0]]
+    for letter in (*first[1:], first[0]):
+        if letter in held or letter in fixed or letter not in out or any(terms[k].count(letter) != 1 for k in holders):
+            continue
+        size = shapes[holders[0]][first.index(letter)]
+        if size >= places:
+            sizes = chunked(0, size, places).sizes
+            yield Option(
+                tuple(_along(letter, sizes, term, shape) for term, shape in zip(terms, shapes, strict=True)),
+                Cut(out.index(letter), sizes),
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Literal
 
 from unidist.propagation.choosing import Option
@@ -13,10 +14,19 @@ from unidist.propagation.layouts import PARTIAL, WHOLE, Cut, Shape, State
 Linear = Literal["no", "one", "sum", "product", "first"]
 
 
-def elementwise(states: Sequence[State], shapes: Sequence[Shape], linear: Linear = "no") -> Iterator[Option]:
+def elementwise(
+    states: Sequence[State], shapes: Sequence[Shape], linear: Linear = "no", lean: int = 0
+) -> Iterator[Option]:
+    """Broadcasts.
+
+    Args:
+        lean: what is spread to so many times its elements is made whole before, as masks are; 0: nothing is.
+    """
     yield from _partial(states, linear)
     whole = broadcast(shapes)
     for state, shape in zip(states, shapes, strict=True):
+        if lean and prod(whole) >= lean * prod(shape):
+            continue
         if isinstance(state, Cut) and shape[state.dim] == whole[state.dim + len(whole) - len(shape)]:
             behind = len(shape) - state.dim  # dims are counted from the last, as broadcasting does
             yield Option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from unidist.propagation.choosing import Option
-from unidist.propagation.layouts import PARTIAL, WHOLE, Cut, Shape, State
+from unidist.propagation.layouts import PARTIAL, WHOLE, Cut, Shape, State, chunked
 
 
 def normed(states: Sequence[State], shapes: Sequence[Shape], last: int) -> Iterator[Option]:
@@ -42,14 +42,34 @@ def classified(states: Sequence[State], shapes: Sequence[Shape], indices: bool) 
             yield Option((*wants, *(WHOLE,) * len(weights)), given)
 
 
-def attention(states: Sequence[State], shapes: Sequence[Shape]) -> Iterator[Option]:
+def attention(
+    states: Sequence[State],
+    shapes: Sequence[Shape],
+    turns: int = 0,
+    fixed: frozenset[int] = frozenset(),
+    always: bool = False,
+) -> Iterator[Option]:
     """Gives softmax(q k^T + mask) v over (..., positions, features): batch and heads are independent.
 
     So is each position of q. k and v may have fewer heads than q, a whole number of q's each.
+
+    Args:
+        turns: places over which cut positions may be turned to heads, or rows; 0: they are not.
+        fixed: dims that they are not turned to.
+        always: they are turned, whatever it sends.
     """
     q, k, v, *mask = shapes
     ndim = len(q)
-    for which, state in enumerate(states[:3]):
+    given = list(states[:3])
+    order = [0, 1, 2]
+    if turns and any(isinstance(one, Cut) and one.dim == ndim - 2 for one in given):
+        turned = [(which, dim) for dim in range(ndim - 3, -1, -1) if dim not in fixed for which in (1, 0)]
+        turned = [(which, dim) for which, dim in turned if len(shapes[which]) == ndim and shapes[which][dim] >= turns]
+        if always and turned:
+            order, given = [], []
+        order += [which for which, _ in turned]
+        given += [chunked(dim, shapes[which][dim], turns) for which, dim in turned]
+    for which, state in zip(order, given, strict=True):
         if not isinstance(state, Cut) or len(shapes[which]) != ndim:
             continue
         dim = state.dim

@@ -50,12 +50,16 @@ class Bound:
         operands: the tensors that it is about; None: all of the call, in their order.
         local: makes the local operation of what was chosen; None: the function itself.
         aliases: whether torch would give a view of its first operand.
+        nests: whether the local operation may be given carriers of another space.
+        gathers_little: whether to make wholes is the better way, and no lack of a rule.
     """
 
     rule: Rule
     operands: Sequence[Any] | None = None
     local: Callable[[Decision], Local] | None = None
     aliases: bool = False
+    nests: bool = False
+    gathers_little: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,8 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
             tensors.append(value)
             key.append(value.spec)
             key.append(value.dtype)
+            if type(value.local) is ShardedTensor:
+                key.append(value.local.spec)
         elif kind is float:
             key.append(kind)
             key.append(2 if value == 0 else value - value == 0)  # zero, finite, or not
@@ -118,7 +120,7 @@ def _across(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
     outer = [one for one in spaces if not one.invariant]
     if len(outer) > 1:
         raise LayoutError(f"{name_of(func)} is given tensors of several spaces: make one with space(), and use that")
-    space = outer[0] if outer else spaces[0]
+    space = outer[0] if outer else next((one for one in spaces if one.holds), spaces[0])
 
     def entered(x: ShardedTensor) -> Any:
         if x.spec.space is space:
@@ -146,7 +148,7 @@ def _run(
             parts = _parts(space, plan, tensors)
     else:
         parts = _parts(space, plan, tensors)
-    if plan.local is not None and not plan.passes:
+    if plan.uneven or (plan.local is not None and not plan.passes):
         parts = [plain(part) for part in parts]
     before = [(version(part), part.grad_fn) for part in parts] if plan.unknown else ()
     if plan.local is not None:
@@ -196,7 +198,7 @@ def _put_back(func: Any, tensors: list[Any], parts: list[Tensor], before: Sequen
 
 def _parts(space: Space, plan: Plan, tensors: list[Any]) -> list[Tensor]:
     parts = [
-        moved(x, want) if type(x) is ShardedTensor else plain_in(space, x, want)
+        moved(x, want, nested=True) if type(x) is ShardedTensor else plain_in(space, x, want)
         for x, want in zip(tensors, plan.wants or (), strict=True)
     ]
     if plan.passes and type(tensors[0]) is ShardedTensor and plan.wants and plan.wants[0] == tensors[0].spec.states:
@@ -226,7 +228,7 @@ def _describe(value: Any, key: list[Any], tensors: list[Any]) -> bool:
         if value.aside is not None:
             value = current(value)
         tensors.append(value)
-        key += (value.spec, value.dtype)
+        key += (value.spec, value.dtype, value.local.spec if type(value.local) is ShardedTensor else None)
     elif kind in _SIMPLE or kind is float:
         key += (kind, value)
     elif isinstance(value, Tensor):

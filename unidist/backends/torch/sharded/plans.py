@@ -11,7 +11,7 @@ from unidist.backends.torch.sharded.binding import Bound, Call, Composed, Local
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import ShardedTensor, current
 from unidist.propagation.choosing import Operand, choose
-from unidist.propagation.layouts import WHOLE, Cut, States
+from unidist.propagation.layouts import WHOLE, Cut, States, cuts
 
 Tensor = torch.Tensor
 
@@ -33,18 +33,20 @@ class Plan:
         fanned: whether all its carriers are whole. Where one has a gradient, that is partial, as of heads that each
             rank computes: what is made of them is not made plain.
         passes: whether the operation on the parts may be given carriers of another space: it makes a view, or writes.
+        uneven: whether parts must not be carriers of another space: other ranks, whose parts have other sizes, may have
+            chosen other layouts there.
         native: whether all is to be made whole in an invariant space, so that torch goes on with plain tensors.
     """
 
     __slots__ = (
         "aliases", "composed", "fanned", "gathers", "leaves", "local", "mixed", "native", "out", "passes", "places",
-        "ready", "spec", "unknown", "wants",
+        "ready", "spec", "uneven", "unknown", "wants",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.wants: tuple[States, ...] | None = ()
         self.ready = self.aliases = self.unknown = self.mixed = self.native = self.passes = False
-        self.leaves = self.fanned = False
+        self.leaves = self.fanned = self.uneven = False
         self.out: States = ()
         self.local: Local | None = None
         self.places: tuple[int, ...] | None = None
@@ -90,20 +92,26 @@ def make_plan(
         wants = dict(zip(order, decision.wants, strict=True))
         plan.wants = tuple(wants.get(k, whole) for k in range(len(tensors)))
         plan.out, plan.aliases = decision.out, bound.aliases
-        plan.passes = bound.aliases or in_place
+        plan.uneven = not (bound.aliases or in_place) and _is_uneven(*plan.wants, plan.out)
+        plan.passes = bound.aliases or bound.nests or in_place
         if bound.local is not None:
             plan.local = _in_order(bound.local(decision), order, len(tensors))
     have = [x.spec.states if type(x) is ShardedTensor else whole for x in tensors]
     plan.ready = list(plan.wants) == have
     plan.unknown = decision is None and not plan.ready
     is_cut = any(isinstance(state, Cut) for states in have for state in states)
-    if not plan.ready and (is_cut if decision is None else decision.gathers):
+    is_wanted = bound is not None and bound.gathers_little
+    if not plan.ready and not is_wanted and (is_cut if decision is None else decision.gathers):
         plan.gathers = name_of(func)
     if space.invariant:
         plan.ready = plan.ready and all(type(x) is ShardedTensor for x in tensors)
         plan.leaves = not in_place and plan.out == whole
         plan.native = plan.leaves and all(states == whole for states in plan.wants)
     return plan
+
+
+def _is_uneven(*layouts: States) -> bool:
+    return any(len(set(cut.sizes)) > 1 for states in layouts for _, cut in cuts(states))
 
 
 def name_of(func: Any) -> str:

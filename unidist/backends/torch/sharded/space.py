@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from unidist import events
 from unidist.algebra import Axes, Group, Layout, Mesh, Sharding
 from unidist.backends.collectives import Collectives
 from unidist.backends.local import LocalViewBackend
+from unidist.backends.torch.sharded.masks import Masks
 from unidist.propagation.layouts import (
     PARTIAL,
     WHOLE,
@@ -105,6 +106,11 @@ class Space:
         fan: fans out a plain tensor together with others, of an invariant space; gives None for one that goes alone.
         exact: all ranks' generators stand alike, so random numbers are those of one device.
         frugal: values are large, as of variables: what is gathered of one is not kept for who asks next.
+        holds: parts may be carriers of another space, also where this one is invariant.
+        lean: masks that are cut are made whole before they are spread over pairs of places.
+        masks: what keeps masks of attention for backward; None: torch does.
+        turns: whether products turn a cut operand to another of its dims: "less", where that sends less, or "always",
+            where operands are cut along several. Of a space of one line.
     """
 
     def __init__(
@@ -125,7 +131,9 @@ class Space:
         self.gathers: Counter[str] = Counter()
         self.moves = 0
         self.fan: Callable[[torch.Tensor], torch.Tensor | None] | None = None
-        self.exact = self.frugal = False
+        self.exact = self.frugal = self.holds = self.lean = False
+        self.turns: Literal["no", "less", "always"] = "no"
+        self.masks: Masks | None = None
         self.plans: dict[Any, Any] = {}
         self._specs: dict[tuple[States, Shape], Spec] = {}
         self._groups: dict[tuple[int, ...], tuple[Axes, Group]] = {}
@@ -160,6 +168,11 @@ class Space:
     def spec_of(self, states: States, local: torch.Size) -> Spec:
         """Returns the spec of a value whose part on this rank has that shape."""
         return self.spec(states, whole_shape(local, states))
+
+    @property
+    def turning(self) -> int:
+        """The places over which products may turn their operands; 0: they may not."""
+        return 0 if self.turns == "no" else self.sizes[0]
 
     def keep(self, key: Any, plan: Any) -> None:
         if len(self.plans) >= PLANS_KEPT:

@@ -176,13 +176,13 @@ def version(x: torch.Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def moved(x: ShardedTensor, want: States) -> torch.Tensor:
-    """The part of a carrier in a layout. Kept for the next who asks, until the carrier is written to."""
+def moved(x: ShardedTensor, want: States, *, nested: bool = False) -> torch.Tensor:
+    """The part of a carrier in a layout, kept until that is written to. `nested`: a carrier inside stays."""
     spec = x.spec
     if x.aside is not None:
         _follow(x, x.aside)
     if spec.states == want:
-        return plain(x.local)
+        return x.local if nested else plain(x.local)
     now, aside = version(x.local), aside_of(x)
     kept = _kept(x, aside, want, now)
     if kept is not None:
@@ -239,7 +239,7 @@ def left(x: ShardedTensor) -> torch.Tensor:
     with events.for_purpose(x.why or events.purpose()):
         # Of one that was gathered already, with a gradient of each rank's own, this gradient goes with that one's.
         have = (fanned, (WHOLE,) * len(x.spec.states)) if fanned is not None else (x.local, x.spec.states)
-        out = unshared(x.spec.space, *have)
+        out = unshared(x.spec.space, plain(have[0]), have[1])
     if now >= 0 and not _is_too_large(x, out):
         aside.moved[_LEFT], aside.written = (now, out), version(out)
     return out

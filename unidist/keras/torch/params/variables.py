@@ -22,7 +22,7 @@ from unidist.keras.patching.compat import (
 from unidist.keras.patching.compat import torch_convert_to_numpy as convert_to_numpy
 from unidist.keras.patching.keras_scopes import reads_plainly
 from unidist.keras.records import variable_record
-from unidist.keras.strategies.strategy import keras_mesh
+from unidist.keras.strategies.layout_maps import keras_mesh
 from unidist.keras.torch import carrying, context, outside
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params import compute_dtype, seen, torch_optimizers

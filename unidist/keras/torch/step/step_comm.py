@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,13 +28,14 @@ from unidist.planner.fetching import by_reads
 # "gradients": those that wait on a rank for others, of all variables that train, where some do. "values": for each
 # lasting unit, what arrives of it.
 Carried = dict[str, list[Any]]
+InParts = Literal["whole", "all"] | None
 
 
 class Traffic:
     """The reducers and fetchers of this process's ranks for one model.
 
     Args:
-        in_parts: under sequence parallelism.
+        in_parts: layers compute with parts of sequences: "whole" weights, or "all"; None: they do not.
         reads: what a training step reads, where that is known.
 
     Raises:
@@ -42,7 +43,7 @@ class Traffic:
     """
 
     def __init__(
-        self, model: Any, world: RankWorld, *, in_parts: bool = False, reads: Sequence[Read] | None = None
+        self, model: Any, world: RankWorld, *, in_parts: InParts = None, reads: Sequence[Read] | None = None
     ) -> None:
         self.model = model
         self.world = world
@@ -186,7 +187,7 @@ class Traffic:
         return SharedWeights(frame, [p.leaf(frame.rank) for p in storages if self._is_late(p)])
 
     def _is_late(self, storage: Storage) -> bool:
-        return self._in_parts and storage.is_whole and storage.is_kept
+        return self._in_parts is not None and storage.is_kept and (storage.is_whole or self._in_parts == "all")
 
     def settle(self) -> None:
         """Waits for what is under way."""

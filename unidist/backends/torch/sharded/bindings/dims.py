@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from unidist.backends.torch.sharded.binding import EVERYWHERE, Bound, Call, Composed, Local, bind, binds
+from unidist.backends.torch.sharded.tensor import ShardedTensor
 from unidist.propagation.choosing import Decision
 from unidist.propagation.layouts import cut_dims
 from unidist.propagation.rules import dims as rules
@@ -17,6 +18,12 @@ from unidist.propagation.rules.dims import Mapping, kept, mapped, placed, withou
 
 Tensor = torch.Tensor
 Mapper = Callable[[Call], Mapping | None]
+
+
+def nested_dims(x: Any) -> list[int]:
+    """Returns the dims of a carrier that carriers inside of it cut."""
+    inner = getattr(x, "local", None)
+    return [*cut_dims(inner.spec.states), *nested_dims(inner)] if type(inner) is ShardedTensor else []
 
 
 def over(

@@ -39,8 +39,18 @@ NO = """
 
 
 def _elementwise(linear: Linear) -> Binding:
-    rule = partial(elementwise, linear=linear)
-    return lambda call: Bound(rule)
+    def binding(call: Call) -> Bound:
+        lean = _lean(call)
+        return Bound(partial(elementwise, linear=linear, lean=lean), gathers_little=bool(lean))
+
+    return binding
+
+
+def _lean(call: Call) -> int:
+    """Returns the times its elements from which on a mask is made whole before it is spread; 0: it is not."""
+    if not call.space.lean or any(isinstance(x, Tensor) and x.is_floating_point() for x in call.args):
+        return 0
+    return max(call.space.sizes)
 
 
 bind(ONE, _elementwise("one"))
@@ -56,7 +66,9 @@ def _sum(call: Call) -> Bound:
     if all(isinstance(value, Tensor) for value in call.args):
         return Bound(partial(elementwise, linear="sum"))
     numbers = all(isinstance(value, (Tensor, *NUMBERS)) for value in call.args)
-    return Bound(partial(elementwise, linear="sum" if numbers else "no"), local=_once(call) if numbers else None)
+    return Bound(
+        partial(elementwise, linear="sum" if numbers else "no"), local=_once(call) if numbers else None, nests=numbers
+    )
 
 
 def _once(call: Call) -> Callable[[Decision], Local]:
@@ -82,7 +94,7 @@ def _where(call: Call) -> Bound | None:
     plain = len(call.args) == 3 and all(isinstance(value, (Tensor, *NUMBERS)) for value in call.args)
     if call.func is not torch.where or not plain or not isinstance(call.args[0], Tensor):
         return Bound(partial(elementwise, linear="no"))
-    return Bound(selected, local=_once(call))
+    return Bound(selected, local=_once(call), nests=True)
 
 
 @binds("mul multiply __mul__ __rmul__ mul_ multiply_ __imul__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from unidist.backends.torch.sharded.binding import Bound, Call, Composed, Local, bind, binds
-from unidist.backends.torch.sharded.bindings.dims import along, over
+from unidist.backends.torch.sharded.bindings.dims import along, nested_dims, over
+from unidist.backends.torch.sharded.space import Space
 from unidist.propagation.choosing import Decision
 from unidist.propagation.layouts import Cut
 from unidist.propagation.rules import layers as rules
@@ -76,28 +78,36 @@ def _attention(call: Call) -> Bound | None:
     mask, causal = call.get(3, "attn_mask"), bool(call.get(5, "is_causal", default=False))
     if call.get(4, "dropout_p", default=0.0) or len({len(one.shape) for one in (q, k, v)}) > 1:
         return None
+    rule = partial(
+        rules.attention,
+        turns=call.space.turning,
+        fixed=frozenset(nested_dims(q)),
+        always=call.space.turns == "always",
+    )
     return Bound(
-        partial(_attention_rule, causal=causal),
+        partial(_attention_rule, rule, causal),
         operands=(q, k, v) if mask is None else (q, k, v, mask),
-        local=lambda decision: partial(_attended, causal),
+        local=lambda decision: partial(_attended, causal, call.space),
+        nests=True,
     )
 
 
-def _attention_rule(states: Any, shapes: Any, causal: bool) -> Any:
+def _attention_rule(rule: Any, causal: bool, states: Any, shapes: Any) -> Any:
     """A causal mask is made of the positions of all: cut ones need a mask of theirs."""
-    for option in rules.attention(states, shapes):
+    for option in rule(states, shapes):
         positions = isinstance(option.out, Cut) and option.out.dim == len(shapes[0]) - 2
         if not (causal and positions):
             yield option
 
 
-def _attended(causal: bool, parts: list[Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
+def _attended(causal: bool, space: Space, parts: list[Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
     more = {name: kwargs[name] for name in ("scale", "enable_gqa") if name in kwargs}
     if len(args) > 6:
         more["scale"] = args[6]
     q, k, v, *mask = parts
     given = mask[0] if mask else None
-    out: Tensor = F.scaled_dot_product_attention(q, k, v, given, is_causal=causal, **more)
+    with nullcontext() if space.masks is None else space.masks.keeping(given):
+        out: Tensor = F.scaled_dot_product_attention(q, k, v, given, is_causal=causal, **more)
     if not out.numel():  # torch drops what no head needs from its graph: the other ranks wait for it in backward
         for part in parts:
             if part.requires_grad:

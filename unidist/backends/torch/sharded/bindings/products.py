@@ -9,11 +9,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from unidist.backends.torch.sharded.binding import Bound, Call, Composed, binds
-from unidist.backends.torch.sharded.bindings.dims import ints
+from unidist.backends.torch.sharded.bindings.dims import ints, nested_dims
 from unidist.propagation.rules import contractions as rules
 from unidist.propagation.rules.contractions import contraction
 
 Tensor = torch.Tensor
+
+
+def _product(call: Call, given: Any, terms: Any, out: Any, bias: int | None = None) -> Any:
+    """The rule of a product. A dim that a carrier inside cuts is not cut by this space too."""
+    if call.space.turns == "no":
+        return partial(contraction, terms=terms, out=out, bias=bias)
+    fixed = frozenset(term[dim] for x, term in zip(given, terms, strict=True) for dim in nested_dims(x))
+    always = call.space.turns == "always"
+    return partial(contraction, terms=terms, out=out, bias=bias, turns=call.space.turning, fixed=fixed, always=always)
 
 
 @binds("matmul __matmul__ mm bmm mv dot")
@@ -22,7 +31,8 @@ def _matmul(call: Call) -> Bound | None:
     if not len(x.shape) or not len(y.shape) or call.kwargs.get("out_dtype") is not None or len(call.args) > 2:
         return None
     terms, out = rules.matmul(tuple(x.shape), tuple(y.shape))
-    return Bound(partial(contraction, terms=terms, out=out), operands=(x, y), local=_matmul_of)
+    rule = _product(call, (x, y), terms, out)
+    return Bound(rule, operands=(x, y), local=_matmul_of, nests=True)
 
 
 def _matmul_of(decision: Any) -> Any:
@@ -44,7 +54,7 @@ def _einsum(call: Call) -> Bound | None:
     letters = rules.einsum(text, tuple(len(x.shape) for x in tensors))
     if letters is None or len({x.dtype for x in tensors}) > 1:  # which torch takes in some shapes
         return None
-    return Bound(partial(contraction, terms=letters[0], out=letters[1]))
+    return Bound(_product(call, tensors, *letters))
 
 
 @binds("linear", (F,))
@@ -55,9 +65,10 @@ def _linear(call: Call) -> Bound | None:
     terms, out, added = rules.linear(len(x.shape), bias is not None, len(weight.shape))
     given = (x, weight) if bias is None else (x, weight, bias)
     return Bound(
-        partial(contraction, terms=terms, out=out, bias=added),
+        _product(call, given, terms, out, added),
         operands=given,
         local=lambda decision: lambda parts, args, kwargs: F.linear(*parts),
+        nests=True,
     )
 
 
@@ -78,9 +89,10 @@ def _tensordot(call: Call) -> Bound | None:
     right = tuple(f"k{over[1].index(d)}" if d in over[1] else f"y{d}" for d in range(len(y.shape)))
     out = tuple(letter for letter in (*left, *right) if letter[0] != "k")
     return Bound(
-        partial(contraction, terms=(left, right), out=out),
+        _product(call, (x, y), (left, right), out),
         operands=(x, y),
         local=lambda decision: lambda parts, args, kwargs: torch.tensordot(parts[0], parts[1], over),
+        nests=True,
     )
 
 
