@@ -60,8 +60,11 @@ def _add(event: str, seconds: float, **_: Any) -> None:
 def _write() -> None:
     folder = os.environ.get("MEASURED")
     if folder and os.path.isdir(folder):
-        with open(os.path.join(folder, f"{uuid.uuid4().hex}.process"), "w") as file:
+        # A process may be killed amid it: what has that name is whole.
+        half = os.path.join(folder, uuid.uuid4().hex)
+        with open(half, "w") as file:
             json.dump(_spent, file)
+        os.rename(half, f"{half}.process")
 
 
 def _forked() -> None:

@@ -1,13 +1,12 @@
 """Draws random numbers in programs, by operations that take a seed's state as a tensor.
 
-The numbers are those that Keras draws.
-
-A program can hold no generator, so it takes each of these operations whole.
+The numbers are those that Keras draws. A program can hold no generator, so each of these operations is one of its
+own (drawing_ops.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,8 +27,14 @@ def hooks() -> Iterator[Hook]:
 def dropout(inputs: torch.Tensor, rate: float, noise_shape: Any, seed: Any) -> torch.Tensor:
     """The units that Keras's dropout keeps with the same seed."""
     shape = [size if n is None else n for n, size in zip(noise_shape, inputs.shape, strict=True)]
-    kept = torch.broadcast_to(_kept_units(draw_seed(seed), 1.0 - rate, shape, inputs.device), inputs.shape)
+    kept = torch.broadcast_to(_ops().kept_units(draw_seed(seed), 1.0 - rate, shape, inputs.device), inputs.shape)
     return torch.where(kept, inputs / (1.0 - rate), torch.zeros_like(inputs))
+
+
+def _ops() -> Any:
+    from unidist.keras.torch.step import drawing_ops
+
+    return drawing_ops
 
 
 def _is_traced(*numbers: Any) -> bool:
@@ -74,7 +79,7 @@ def _categorical(original: Any, logits: Any, num_samples: int, dtype: Any = "int
     if not _is_traced():
         return original(logits, num_samples, dtype, seed)
     logits = torch_core.convert_to_tensor(logits)
-    return _sampled(draw_seed(seed), "categorical", [logits], [*logits.shape[:-1], num_samples], dtype)
+    return _ops().sampled(draw_seed(seed), "categorical", [logits], [*logits.shape[:-1], num_samples], dtype)
 
 
 def _gamma(original: Any, shape: Any, alpha: Any, dtype: Any = None, seed: Any = None) -> torch.Tensor:
@@ -95,76 +100,11 @@ def _of_shape(original: Any, name: str, shape: Any, given: list[Any], dtype: Any
     if not _is_traced():
         return original(shape, *given, dtype, seed)  # type: ignore[no-any-return]
     numbers = [torch_core.convert_to_tensor(x) for x in given]
-    found: torch.Tensor = _sampled(draw_seed(seed), name, numbers, list(shape), dtype or floatx())
+    found: torch.Tensor = _ops().sampled(draw_seed(seed), name, numbers, list(shape), dtype or floatx())
     return found
 
 
 def _draw(kind: str, low: float, high: float, shape: Any, dtype: Any, seed: Any) -> torch.Tensor:
     dtype, device = to_torch_dtype(dtype), torch.device(get_device())
-    drawn: torch.Tensor = _drawn(draw_seed(seed), kind, float(low), float(high), list(shape), dtype, device)
+    drawn: torch.Tensor = _ops().drawn(draw_seed(seed), kind, float(low), float(high), list(shape), dtype, device)
     return drawn
-
-
-def _generator(seed: torch.Tensor, device: torch.device) -> torch.Generator:
-    """As Keras seeds it."""
-    first, second = seed
-    generator = torch.Generator(device=device)
-    generator.manual_seed(int(first + second) & 0xFFFFFFFF)
-    return generator
-
-
-@torch.library.custom_op("unidist::drawn", mutates_args=())
-def _drawn(
-    seed: torch.Tensor,
-    kind: str,
-    low: float,
-    high: float,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    said: dict[str, Any] = {"generator": _generator(seed, device), "dtype": dtype, "device": device}
-    if kind == "normal":
-        return torch.normal(low, high, size=list(shape), **said)
-    if kind == "rand":
-        return torch.rand(size=list(shape), **said)
-    return torch.randint(int(low), int(high), size=list(shape), **said)
-
-
-# A fake tensor has the arguments of the operation, by their names.
-_drawn.register_fake(lambda seed, kind, low, high, shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
-
-
-@torch.library.custom_op("unidist::sampled", mutates_args=())
-def _sampled(
-    seed: torch.Tensor, name: str, given: Sequence[torch.Tensor], shape: Sequence[int], dtype: str
-) -> torch.Tensor:
-    """Draws as Keras does by a distribution's numbers; nothing goes back to them."""
-    first, second = seed
-    number = int(first + second)
-    if name == "categorical":
-        found: torch.Tensor = torch_random.categorical(*given, shape[-1], dtype, number)
-    else:
-        found = getattr(torch_random, name)(tuple(shape), *given, dtype, number)
-    return found
-
-
-@_sampled.register_fake
-def _sampled_shape(
-    seed: torch.Tensor, name: str, given: Sequence[torch.Tensor], shape: Sequence[int], dtype: str
-) -> torch.Tensor:
-    return given[0].new_empty(list(shape), dtype=to_torch_dtype(dtype))
-
-
-@torch.library.custom_op("unidist::kept_units", mutates_args=())
-def _kept_units(seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns which units a dropout keeps."""
-    chances = torch.full(list(shape), probability, device=device)
-    return torch.bernoulli(chances, generator=_generator(seed, device)).bool()
-
-
-@_kept_units.register_fake
-def _kept_units_shape(
-    seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    return torch.empty(list(shape), dtype=torch.bool, device=device)
