@@ -16,6 +16,8 @@ from unidist.strategies.zero import STAGES, spread
 Rule = Callable[[str, tuple[int, ...]], Layout]
 # The name of an axis that cuts sequences.
 CONTEXT = "context"
+# Which weights layers use on parts of sequences; None: there are no such parts.
+InParts = Literal["whole", "all"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Strategy:
         return tuple(axis for axis in self.mesh.axis_names if axis not in (*self.data_axes, *self.context_axes))
 
     @property
-    def in_parts(self) -> Literal["whole", "all"] | None:
+    def in_parts(self) -> InParts:
         """Says which weights layers use on parts of sequences, "whole" ones or "all"; None: no parts."""
         if self.context_axes:
             return "all"

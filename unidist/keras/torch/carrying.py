@@ -16,7 +16,6 @@ import torch
 
 from unidist import events
 from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
-from unidist.backends.torch.sharded.autograd import serve_replaced
 from unidist.backends.torch.sharded.nested import replaced
 from unidist.backends.torch.sharded.tensor import distribute, moved
 from unidist.keras.patching.compat import get_device, get_keras_mask, set_keras_mask
@@ -33,12 +32,7 @@ def space_at(here: Frame) -> Space:
     """The data shards, as the rank at work sees them."""
     world = here.world
     found: Space | None = world.spaces.get((here.rank, world.data_axes))
-    if found is None:
-        serve_replaced()
-        found = Space.of(world.backend, world.mesh, (world.data_axes,))
-        world.spaces[here.rank, world.data_axes] = found
-        found.exact = True  # ranks' generators stand alike in a step (drawing.py)
-    return found
+    return features.made(here, world.data_axes) if found is None else found
 
 
 @contextlib.contextmanager

@@ -33,13 +33,19 @@ SEQUENCE = 1
 
 def space_over(frame: Frame, axes: Axes) -> Space:
     """The ranks along model axes, as the one at work sees them."""
-    world = frame.world
-    found: Space | None = world.spaces.get((frame.rank, axes))
+    found: Space | None = frame.world.spaces.get((frame.rank, axes))
     if found is None:
-        serve_replaced()
-        found = world.spaces[frame.rank, axes] = Space.of(world.backend, world.mesh, (axes,), invariant=True)
-        found.exact = True  # ranks' generators stand alike in a step (drawing.py)
+        found = made(frame, axes, invariant=True)
         found.fan = functools.partial(_fanned_together, axes)
+    return found
+
+
+def made(frame: Frame, axes: Axes, *, invariant: bool = False) -> Space:
+    """Makes the space of the ranks along axes. Whoever is given its carriers may ask torch for gradients."""
+    serve_replaced()
+    world = frame.world
+    found = world.spaces[frame.rank, axes] = Space.of(world.backend, world.mesh, (axes,), invariant)
+    found.exact = True  # ranks' generators stand alike in a step (drawing.py)
     return found
 
 

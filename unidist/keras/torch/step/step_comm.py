@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,11 +24,11 @@ from unidist.keras.torch.step.program_params import ProgramBucket, ProgramCutBuc
 from unidist.keras.torch.step.reducer import Reducer
 from unidist.keras.torch.world import RankWorld
 from unidist.planner.fetching import by_reads
+from unidist.strategies.strategy import InParts
 
 # "gradients": those that wait on a rank for others, of all variables that train, where some do. "values": for each
 # lasting unit, what arrives of it.
 Carried = dict[str, list[Any]]
-InParts = Literal["whole", "all"] | None
 
 
 class Traffic:
