@@ -79,7 +79,7 @@ def show(outcomes: dict[Cell, Outcome]) -> None:
 
 
 def show_pages(outcomes: dict[Cell, Outcome]) -> None:
-    """The tables of docs/launching.md: how many cells are right, over all backends and worlds; and the seconds."""
+    """Tables of Markdown: how many cells are right, over all backends and worlds; and the seconds."""
     places = _places(outcomes)
     rows = [("", *places)]
     for fault in dict.fromkeys(cell.fault for cell in outcomes):
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--jobs", type=int, default=1, help="cells at the same time")
     parser.add_argument("--results", type=Path, help="a file of outcomes: read, and written on")
-    parser.add_argument("--pages", action="store_true", help="prints the tables as those of docs/launching.md")
+    parser.add_argument("--pages", action="store_true", help="prints tables of Markdown")
     asked = parser.parse_args(arguments)
     # As the tests' programs are started: Keras finds only the framework that it runs on.
     os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / folder) for folder in (*HIDDEN.values(), *FROM_PROGRAMS))

@@ -4,7 +4,7 @@
 In a copy of the checkout, and an environment that has nothing in it yet:
 
 1. The README's first line, word for word, up to the end of `unidist demo`, the first sharded training.
-2. The README's train.py.
+2. The README's first program.
 3. The script of docs/coming-from/keras.md: without the lines that are marked new, then with them in two processes.
    With dropout, and without: then both end with the same numbers.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHARACTERS = 600
-WORDS = 40
+WORDS = 25
 FIRST_LINE = 100
 # What is written instead: "reported", "is laid out", "and".
 AVOIDED = re.compile(r"\b(told|tells|lies|of which)\b", re.IGNORECASE)

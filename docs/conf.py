@@ -44,9 +44,9 @@ napoleon_use_rtype = False
 # Single backticks in docstrings are code.
 default_role = "code"
 # What docstrings name that has no page: rows of a plan, an error of the launcher, and what Python says of a mapping's
-# own methods.
+# own methods. What stands before a colon in a property's docstring is read as its type.
 nitpick_ignore_regex = [
-    ("py:class", r"unidist\..*\.PlanRow|(a set-like object|an object) providing a view .*"),
+    ("py:class", r"unidist\..*\.PlanRow|(a set-like object|an object) providing a view .*|The layout"),
     ("py:exc", "LaunchError"),
 ]
 
@@ -91,7 +91,8 @@ def _file(name: str) -> str:
 
 
 def _index(groups: dict[str, list[str]]) -> str:
-    parts = ["Names\n=====\n\nEvery public name is an attribute of ``unidist``, and has a page with an example.\n"]
+    begun = "Every public name is an attribute of ``unidist``, and has a page with an example."
+    parts = [f"API reference\n=============\n\n{begun}\n"]
     for head, names in groups.items():
         rows = "\n".join(f"   * - :doc:`{name} <{_file(name)}>`\n     - {_summary(name)}" for name in names)
         listed = "\n".join(f"   {_file(name)}" for name in names)

@@ -1,4 +1,4 @@
-"""A sixth adapter, by its registration alone: the package that docs/adapters.md shows, in worlds of two processes.
+"""A sixth adapter, by its registration alone, which docs/internals/adapters.md shows, in worlds of two processes.
 
 It is found as one that is installed is: by the entry point in its distribution's metadata.
 """
@@ -33,7 +33,7 @@ from unidist.testing.processes import ProcessWorld
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent / "sockets"
-PAGE = "docs/adapters.md"
+PAGE = "docs/internals/adapters.md"
 SETTING = Setting("sockets-2", "torch", "sockets", 2, launcher="sockets")
 # Alike for all processes here, so that they are forked from servers that others use too.
 COMMON: dict[str, Any] = {
@@ -160,12 +160,17 @@ def test_the_doctor_starts_a_world_of_it_by_its_job(
 
 def test_the_page_shows_the_package_as_it_is() -> None:
     shown = [block.text for block in blocks(PAGE) if block.language in ("python", "toml")]
-    *package, suite = shown
-    files = ("pyproject.toml", "unidist_sockets/__init__.py", "unidist_sockets/backend.py")
-    assert _lines("\n".join(package)) == [line for file in files for line in _lines((HERE / file).read_text())]
+    project, entry, *parts, suite = shown
+    assert _lines(project) == _lines((HERE / "pyproject.toml").read_text())
+    assert _lines(entry) == _lines((HERE / "unidist_sockets" / "__init__.py").read_text())
+    adapter = (HERE / "unidist_sockets" / "backend.py").read_text()
+    assert len(parts) == 2
+    for part in map(_lines, parts):
+        at = _lines(adapter).index(part[0])
+        assert _lines(adapter)[at : at + len(part)] == part
     here = _lines(Path(__file__).read_text())
     assert set(_lines(suite)) <= set(here)
-    assert len((HERE / files[2]).read_text().splitlines()) < 250, f"the adapter is longer than {ROOT / PAGE} says"
+    assert len(adapter.splitlines()) < 250, f"the adapter is longer than {ROOT / PAGE} says"
 
 
 def _lines(text: str) -> list[str]:

@@ -15,6 +15,9 @@ from unidist.names import WHERE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "CHANGELOG.md", *documents(ROOT)]
+# A page longer than this is read by nobody: one fact has one home, and cases stand in tables.
+MOST_WORDS = {"README.md": 1_100, "CHANGELOG.md": 900, "docs": 1_500, "docs/internals": 2_500}
+MOST_WORDS_OF_ALL = 24_000
 
 
 def name(path: Path) -> str:
@@ -40,6 +43,20 @@ def test_files_of_ours_that_are_named_exist(document: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_a_page_is_short(document: Path) -> None:
+    bound = max((key for key in MOST_WORDS if name(document).startswith(key)), key=len)
+    assert _words(document) <= MOST_WORDS[bound]
+
+
+def test_all_pages_of_the_site_together_are_read_in_an_evening() -> None:
+    assert sum(_words(page) for page in DOCUMENTS if page.parent != ROOT) <= MOST_WORDS_OF_ALL
+
+
+def _words(page: Path) -> int:
+    return len(page.read_text().split())
+
+
 def test_every_error_is_explained() -> None:
     headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
     assert sorted(headings) == sorted(name for name in WHERE if name.endswith("Error") and name != "UnidistError")
@@ -53,7 +70,7 @@ def test_every_page_has_a_place_in_the_site() -> None:
 
 
 def test_the_table_of_options_is_that_of_the_command() -> None:
-    text = (ROOT / "docs" / "launching.md").read_text()
+    text = (ROOT / "docs" / "guide" / "several-machines.md").read_text()
     told = set(re.findall(r"`(--?[a-z-]+)`", "\n".join(line for line in text.splitlines() if line.startswith("| `-"))))
     parser = argparse.ArgumentParser()
     next(command for command in cli.commands() if command.name == "run").add(parser)
@@ -63,5 +80,5 @@ def test_the_table_of_options_is_that_of_the_command() -> None:
 
 def test_every_folder_of_tests_is_told() -> None:
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    told = set(re.findall(r"`tests/(\w+)`", (ROOT / "docs" / "contributing.md").read_text()))
+    told = set(re.findall(r"`tests/(\w+)`", (ROOT / "docs" / "internals" / "contributing.md").read_text()))
     assert folders <= told

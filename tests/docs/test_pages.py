@@ -15,12 +15,13 @@ from tests.docs.forked import run_forked
 
 pytestmark = pytest.mark.processes
 
-# Those whose examples other tests run: test_readme.py, test_checkpoints_page.py, test_launching_page.py,
-# tests/adapters/test_sockets.py, and tests/drawing/test_documents.py.
-ELSEWHERE = {"README.md", "docs/checkpoints.md", "docs/launching.md", "docs/adapters.md", "docs/pictures.md"}
+# Those whose examples other tests run: test_readme.py, tests/adapters/test_sockets.py, tests/drawing/test_documents.py.
+ELSEWHERE = {"README.md", "docs/internals/adapters.md", "docs/pictures.md"}
 PAGES = [page for page in pages() if page not in ELSEWHERE]
-# What the page on training says holds with Keras on JAX too.
-ALSO_ON_JAX = ("docs/training.md",)
+# What these pages say holds with Keras on JAX too.
+ALSO_ON_JAX = ("docs/training.md", "docs/steps.md", "docs/watching.md")
+# Started by test_watching_page.py.
+DOCTOR = "unidist doctor -n 2"
 
 
 def _programs(*documents: str) -> list[tuple[str, Block]]:
@@ -28,7 +29,8 @@ def _programs(*documents: str) -> list[tuple[str, Block]]:
 
 
 def _commands() -> list[tuple[str, Block]]:
-    return [(page, b) for page in PAGES for b in blocks(page) if b.language == "bash" and not b.text.startswith("#!")]
+    found = [(page, b) for page in PAGES for b in blocks(page) if b.language == "bash"]
+    return [(page, b) for page, b in found if not b.text.startswith(("#!", DOCTOR))]
 
 
 def _name(of: object) -> str:

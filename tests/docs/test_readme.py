@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.documents import ROOT, Block, assert_demo, blocks, run, table
+from tests.docs.documents import ROOT, Block, assert_demo, assert_printed, blocks, run, table
 from tests.docs.forked import run_forked
 from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
 README = "README.md"
 CHOICES = table(README, "| line | start it with |")
+SCOPES = table(README, "| the scope | weights on a device | slots on a device |")
 # The rows of several processes differ in a name: docs/guide/five-minutes.md runs a script that names none by the same
 # command, and tests/parity compares torch and Horovod with one device in many models.
 TRIED = unless_all([row for row in CHOICES if row[1].startswith("python")], CHOICES)
@@ -30,8 +31,10 @@ def _named(name: str) -> Block:
 
 def test_every_block_is_run_by_a_test_here() -> None:
     """A block of another kind, or a file that nobody starts, would be an example that nobody checks."""
-    assert {block.language for block in blocks(README)} == {"bash", "python"}
-    assert [block.file for block in blocks(README) if block.file] == ["train.py"]
+    assert {block.language for block in blocks(README)} == {"bash", "console", "python"}
+    assert [block.file for block in blocks(README) if block.language == "python"] == ["small.py", "train.py"]
+    (installing,) = [block.text for block in blocks(README) if block.language == "console"]
+    assert all(line.startswith("pip install ") for line in installing.splitlines())
     bash = [block.text.strip() for block in blocks(README) if block.language == "bash"]
     assert bash == [
         'python3 -m venv .venv && .venv/bin/pip install ".[torch,demo]" && .venv/bin/unidist demo',
@@ -42,6 +45,22 @@ def test_every_block_is_run_by_a_test_here() -> None:
 
 def test_it_is_short() -> None:
     assert len((ROOT / README).read_text().splitlines()) < 150
+
+
+def test_the_smallest_program_prints_what_is_shown(tmp_path: Path) -> None:
+    block = _named("small.py")
+    assert block.printed is not None
+    assert_printed(block, run_forked(block.text, tmp_path))
+
+
+@pytest.mark.parametrize(("scope", "weights", "slots"), SCOPES, ids=[row[0] for row in SCOPES])
+def test_a_stage_of_zero_changes_what_a_device_holds_and_no_loss(
+    scope: str, weights: str, slots: str, tmp_path: Path
+) -> None:
+    block = _named("small.py")
+    losses = (block.printed or "").splitlines()[0]
+    found = run_forked(block.text.replace(SCOPES[0][0], scope), tmp_path).splitlines()
+    assert found == [losses, f"a device holds {weights} bytes of weights, {slots} of slots"]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +84,8 @@ def test_one_line_changes_the_backend_and_not_the_numbers(
     assert text.count(USE) == 1
     (tmp_path / "train.py").write_text(text.replace(USE, line))
     told = run(command, tmp_path)
+    if line == USE:
+        assert_printed(_named("train.py"), told)
     assert _loss(told) == pytest.approx(one_device["jax" if '"jax"' in line else "torch"], rel=1e-5)
     assert re.search(r"up/kernel +\(16, 64\) +Layout\(None, 'model'\) +\(16, 32\) +2,048", told)
     assert re.search(r"down/kernel +\(64, 16\) +Layout\('model'\) +\(32, 16\) +2,048", told)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import preloaded
-from tests.docs.documents import blocks
+from tests.docs.documents import ROOT, blocks, pages
 from tests.drawing import programs
 from tests.drawing.svg import rects, root, said, texts
 from tests.visible import OF_KERAS
@@ -39,11 +39,11 @@ def test_the_documents_pictures_are_made_by_the_code(world) -> None:
         assert "\n" not in lines[name]
 
 
-def test_the_page_shows_each_picture(world) -> None:
-    text = (FOLDER.parent / "pictures.md").read_text()
-    shown = re.findall(r"^!\[([^\]]+)\]\(pictures/(\w+\.svg)\)$", text, flags=re.MULTILINE)
-    lines = world.call(programs.named)[0]
-    assert {name: said for said, name in shown} == lines
+def test_the_pages_show_each_picture_and_say_what_it_is() -> None:
+    text = "\n".join((ROOT / page).read_text() for page in pages())
+    shown = re.findall(r"^!\[([^\]]{20,150})\]\((?:docs/|\.\./)?pictures/(\w+\.svg)\)$", text, flags=re.MULTILINE)
+    assert {name for _, name in shown} == {path.name for path in FOLDER.glob("*.svg")}
+    assert len(shown) == len(re.findall(r"pictures/\w+\.svg", text))
 
 
 @pytest.mark.parametrize("block", blocks("docs/pictures.md"), ids=lambda block: f"line{block.line}")

@@ -12,24 +12,23 @@ from pathlib import Path
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 STEPS = 5
 HEAD = (
-    "| model | parameters sharded, 2 devices | 4 devices | pairs | collectives of a step, 2 devices | proven |",
-    "|---|---|---|---|---|---|",
+    "| model | sharded | pairs | collectives of a step, 2 devices |",
+    "|---|---|---|---|",
 )
 TEXT = """# Models
 
-What `ModelParallel(mesh)` makes of keras_hub's backbones, with no rule given. Each row is measured, on the simulator with Keras on torch, by `python -m tests.keras.hub.table`, which writes this page. A model of two small blocks and a head is trained for 5 steps of AdamW, on one device and on 2 and 4 virtual ones. No weight and no loss may differ by more than 0.00001. Padding masks are part of the batch. The tests make some rows again and compare them.
+What does `ModelParallel(mesh)` make of keras_hub's backbones, with no rule given? `python -m tests.keras.hub.table` measures each row and writes this page, on the simulator with Keras on torch. A model of two small blocks and a head is trained for 5 steps of AdamW, on one device and on 2 and 4. No weight and no loss may differ by more than 0.00001.
 
-- **Parameters sharded**: the part of the model's bytes that is in sharded variables. In models so small norms, biases and position tables weigh more than they do in large ones. Key and value heads that do not divide over the devices are cut by their features.
-- **Pairs**: sets of layers between which activations stay cut, of those that the plan found. All else goes by rules too, so it is as exact and may send more.
-- **Collectives of a step**: of one forward and backward pass of the layers, on the model axis.
-- **Proven**: the number of training steps that were equal to one device's, and on which numbers of devices.
+- **Sharded**: the part of the model's bytes in sharded variables, on 2 and on 4 devices. In models so small norms, biases and position tables weigh more than in large ones.
+- **Pairs**: sets of layers between which activations stay cut, of those that the plan found.
+- **Collectives**: of one forward and backward pass of the layers, on the model axis.
 
 {head}
 {rows}
 
 Other backbones work as well: no class is named anywhere. Experts of mixtures (Mixtral, GPT-OSS) are gathered for each call.
 
-`generate` of a causal language model works on shards of the heads and of the cache where the cache is one array. Gemma 3 keeps a tuple, which stays whole. `Gemma3CausalLM.generate` with `preprocessor=None` raises a dtype error in keras_hub 0.32 where it is given no `images`. It does so on one device of plain Keras too. Give it `images` of shape (rows, 0, height, width, 3).
+`generate` of a causal language model works on shards of the heads and of the cache. `Gemma3CausalLM.generate` with `preprocessor=None` needs `images` of shape (rows, 0, height, width, 3) in keras_hub 0.32, on plain Keras too.
 
 A model of yours: `unidist plan FILE.py:function --mesh model=4` ([planning](planning.md)).
 """
@@ -51,7 +50,7 @@ def row(name: str) -> str:
         if ranks == 2:
             pairs = f"{len(zoo.rows_of(found.model))} of {len(plan.pairs)}"
             sent = _sent(traffic)
-    return f"| {name} | {fractions[0]} | {fractions[1]} | {pairs} | {sent} | {STEPS} steps on 2 and 4 |"
+    return f"| {name} | {', '.join(dict.fromkeys(fractions))} | {pairs} | {sent} |"
 
 
 def _sent(traffic: object) -> str:

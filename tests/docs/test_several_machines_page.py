@@ -1,4 +1,4 @@
-"""The batch script and the manifest of docs/guide/starting.md start what the page says, with commands that exist."""
+"""The batch script and the manifest of docs/guide/several-machines.md start what it says, by commands that exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.docs.documents import ROOT, blocks
 from tests.docs.manifests import read
 from unidist import cli
 
-PAGE = "docs/guide/starting.md"
+PAGE = "docs/guide/several-machines.md"
 # What stands in for Slurm: srun runs its command once on each of two nodes, as it hands their numbers to them.
 SLURM = {
     "srun": 'while [[ $1 == --* ]]; do shift; done\nfor k in 0 1; do SLURM_NODEID=$k "$@" || exit $?; done',
