@@ -134,7 +134,7 @@ def installed(wheel: Path, place: Path) -> int:
     if not Path(where).is_relative_to(place / "fresh"):
         print(f"wrong: unidist {version} is imported from {where}")
         return 1
-    print(run([python.parent / "unidist", "demo"], empty))
+    print(run([python.parent / "unidist", "demo", "--quiet"], empty))
     return 0
 
 
