@@ -27,9 +27,9 @@ What `ModelParallel(mesh)` makes of keras_hub's backbones, with no rule given. E
 {head}
 {rows}
 
-Other backbones work as well: no class is named anywhere. Experts of mixtures (Mixtral, GPT-OSS) are gathered for each call.
+Other backbones work as well: no class is named anywhere. Of experts (Mixtral, Qwen3-MoE, GPT-OSS) each device computes its own.
 
-`generate` of a causal language model works on shards of the heads and of the cache where the cache is one array. Gemma 3 keeps a tuple, which stays whole. `Gemma3CausalLM.generate` with `preprocessor=None` raises a dtype error in keras_hub 0.32 where it is given no `images`. It does so on one device of plain Keras too. Give it `images` of shape (rows, 0, height, width, 3).
+`generate` of a causal language model works on shards of the heads and of the cache, whether that is one array or several. `Gemma3CausalLM.generate` with `preprocessor=None` raises a dtype error in keras_hub 0.32 where it is given no `images`. It does so on one device of plain Keras too. Give it `images` of shape (rows, 0, height, width, 3).
 
 A model of yours: `unidist plan FILE.py:function --mesh model=4` ([planning](planning.md)).
 """
