@@ -78,3 +78,23 @@ def _targets(model: Any) -> Any:
     x = zoo.batch(model)
     shape = model.compute_output_shape({name: value.shape for name, value in x.items()})
     return np.random.default_rng(1).normal(size=shape).astype("float32")
+
+
+def experts(mesh: dict[str, int]) -> dict[str, Any]:
+    """Bytes that a plan says of a step of a model with experts, and that the compiled step sends."""
+    import numpy as np
+
+    import unidist
+    from tests.keras.experts import BATCH, LENGTH, net
+
+    model = unidist.parallelize(net(), unidist.ModelParallel(unidist.Mesh(mesh)))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    x = np.ones((BATCH, LENGTH), "int32")
+    with unidist.ledger() as traffic:
+        model.train_on_batch(x, x)
+    plan = unidist.plan(model, unidist.Mesh(mesh), batch=BATCH, sequence=LENGTH)
+    return {
+        "sent": float(traffic.bytes()),
+        "planned": float(plan.predicted.bytes()),
+        "of experts": [(e.op, float(e.bytes)) for e in plan.predicted.events if "bank" in e.purpose],
+    }

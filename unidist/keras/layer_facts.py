@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from unidist.keras.layers import computes_as
 from unidist.keras.patching.compat import INSIDE, Functional, TorchModuleWrapper, is_float_dtype
 
 # Whose routing loss is of all tokens.
@@ -26,6 +27,8 @@ _NOT_OF_ROWS = (
     *(keras.layers.Layer, keras.initializers.Initializer),
     *(keras.regularizers.Regularizer, keras.constraints.Constraint),
 )
+# The dims of a stack of kernels: which one, its inputs, its outputs.
+_STACKED = 3
 # Functions that torch lets stand before and behind a module's call.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Of a layer's methods those that its call uses for nothing.
@@ -91,6 +94,30 @@ def overwritten(layer: Any) -> list[Any]:
     They are scales of the whole batch.
     """
     return [v for v in getattr(layer, "_trainable_variables", ()) if getattr(v, "overwrite_with_gradient", False)]
+
+
+def stack_of(layer: Any) -> list[Any]:
+    """Returns the layer's own weights that are stacked along their first dim, as kernels of experts.
+
+    There are none in a class of Keras's, and none where kernels of three dims or more have other first dims.
+
+    Example:
+        >>> import keras
+        >>> class Experts(keras.layers.Layer):
+        ...     def build(self, shape):
+        ...         self.kernel = self.add_weight(shape=(4, shape[-1], 8))
+        ...         self.bias = self.add_weight(shape=(4, 8))
+        ...         self.scale = self.add_weight(shape=(8,))
+        >>> layer = Experts()
+        >>> layer.build((None, 16))
+        >>> [tuple(weight.shape) for weight in stack_of(layer)]
+        [(4, 16, 8), (4, 8)]
+    """
+    if is_of_keras(type(layer)) or computes_as(layer) is not None:
+        return []
+    own = [*layer._trainable_variables, *layer._non_trainable_variables]
+    sizes = {v.shape[0] for v in own if len(v.shape) >= _STACKED}
+    return [v for v in own if len(v.shape) > 1 and v.shape[0] in sizes] if len(sizes) == 1 else []
 
 
 def runs_only_keras(operation: Any, given: Iterable[Any] = ()) -> bool:

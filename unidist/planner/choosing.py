@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unidist.algebra import Axes, Layout, Mesh
-from unidist.planner.facts import Facts, LayerFact, Reach, VariableFact, cut_dim, low_rank_layouts, meetings
+from unidist.planner.facts import Facts, LayerFact, Reach, StackFact, VariableFact, cut_dim, low_rank_layouts, meetings
 
 # What no pair asks for is cut only where it pays: above this size, or this part of the model.
 LARGE_BYTES = 1 << 20
@@ -51,6 +51,8 @@ class Chooser:
             for layer in self.facts.layers:
                 if layer.low_rank is not None and layer.kernel in self.choices:
                     self._low_rank(layer.kernel, layer.low_rank)
+            for stack in self.facts.stacks:
+                self._stack(stack)
             for index, variable in enumerate(self.facts.variables):
                 if index not in self.choices and variable.bytes >= self.large and variable.trainable:
                     self._gathered(index, variable)
@@ -151,6 +153,12 @@ class Chooser:
             elif self._divides(index, features):
                 reason = f"features: {size:,} entries do not divide by {self.parts}"
                 self.choices[index] = Choice(cut_dim(features, self.axes), reason)
+
+    def _stack(self, stack: StackFact) -> None:
+        size = sum(self.facts.variables[index].bytes for index in stack.members)
+        if size >= self.large and stack.size % self.parts == 0:
+            choice = Choice(cut_dim(0, self.axes), f"stack: each device computes with its own of {stack.size} kernels")
+            self.choices.update(dict.fromkeys(stack.members, choice))
 
     def _gathered(self, index: int, variable: VariableFact) -> None:
         """A variable of a layer that nothing is known of: cut for storage, gathered for each call."""

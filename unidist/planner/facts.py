@@ -110,6 +110,21 @@ class LayerFact:
 
 
 @dataclass(frozen=True, slots=True)
+class StackFact:
+    """A layer with kernels stacked along their first dim, as those of experts.
+
+    Attributes:
+        members: indices of the stacked variables. `size`: how many kernels are stacked.
+        calls: what its calls take, where that is known.
+    """
+
+    path: str
+    members: tuple[int, ...]
+    size: int
+    calls: Calls = Calls()
+
+
+@dataclass(frozen=True, slots=True)
 class Reach:
     """Says where a change of one slice of a layer's output arrives.
 
@@ -143,12 +158,14 @@ class Activation:
         itemsize: bytes of an element.
         behind: of a tensor between the layers of pairs: the indices of the layers on whose outputs it depends.
         growing: how many dims grow with the rows of a batch.
+        stack: of what a layer with so many stacked kernels computes, that number; else 0.
     """
 
     dims: tuple[Affine, ...]
     itemsize: int
     behind: tuple[int, ...] = ()
     growing: int = 1
+    stack: int = 0
 
     def bytes_at(self, length: int, rows: int = 1) -> float:
         elements = prod(dim.constant + dim.slope * length for dim in self.dims)
@@ -179,6 +196,7 @@ class Facts:
     read: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     neighbours: tuple[tuple[int, ...], ...] = ()
+    stacks: tuple[StackFact, ...] = ()
 
 
 def meetings(facts: Facts) -> dict[int, list[int]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from unidist.algebra import Layout
-from unidist.planner.facts import Facts
-from unidist.planner.predicting import Workload, roles
+from unidist.planner.facts import Activation, Facts
+from unidist.planner.predicting import Workload, roles, stack_axes
 
 
 def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int:
@@ -12,16 +12,26 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
 
     With Keras on torch that is what autograd keeps of the model's call. Elsewhere each tensor counts that an innermost
     layer takes or gives, once, and what an activation function inside of a layer takes, if its derivative needs that.
-    What is between the layers of a pair is cut over the pair's axes, all else over the data axes alone. Of a weight
-    that is cut, and that a layer without a rule gathers, the whole is kept too.
+    What is between the layers of a pair is cut over the pair's axes. What a stack of kernels computes, or has as many
+    entries as that along its first dim, is cut over the stack's axes, and all else over the data axes alone. Of a
+    weight that is cut, and that a layer without a rule gathers, the whole is kept too.
     """
     found = roles(facts, layouts)
+    stacks = {stack.size: axes for stack in facts.stacks if (axes := stack_axes(stack, layouts))}
     total = 0.0
     for activation in facts.activations:
         of_layers = [found[k] for k in activation.behind]
         cut = next((role.axes for role in of_layers if role.paired and role.name == "column"), None)
+        cut = stacks.get(activation.stack or _leading(activation)) if cut is None else cut
         parts = 1 if cut is None else step.mesh.axis_size(cut)
         total += activation.bytes_at(step.sequence, step.rows) / parts
     ruled = {k for layer in facts.layers for k in (layer.kernel, layer.bias, layer.reverse)}
+    ruled.update(k for stack in facts.stacks if stack_axes(stack, layouts) for k in stack.members)
     gathered = [k for k in set(facts.kept) - ruled if layouts[k].dims]
     return round(total) + sum(facts.variables[k].bytes for k in gathered)
+
+
+def _leading(activation: Activation) -> int:
+    """Returns the length of the first dim, where it is the same for all batches; else 0."""
+    first = activation.dims[0] if activation.dims else None
+    return 0 if first is None or first.slope else round(first.constant)

@@ -4,7 +4,8 @@ What layers send is known where a step can be rehearsed (keras/torch/rehearsal.p
 
 A pair all_reduces the row's outputs forward and the gradient of the columns' common input backward; a column alone
 gathers its outputs instead; of what meets a pair (keys of few heads) the output's gradient is summed; a table cut by
-its vocabulary all_reduces what it looked up; what no rule serves is gathered for the call. What layers between them
+its vocabulary all_reduces what it looked up; what kernels of a stack give is
+summed, and so is the gradient of what they take; what no rule serves is gathered for the call. What layers between them
 send is not predicted.
 
 Gradients are summed over the data axes, by reduce_scatter where the states are spread over them (ZeRO); then values
@@ -21,7 +22,7 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.algebra.step import ring_bytes
 from unidist.events import Event
 from unidist.ledger import Ledger
-from unidist.planner.facts import Amount, Facts, LayerFact, local_bytes, meetings
+from unidist.planner.facts import Amount, Facts, LayerFact, StackFact, local_bytes, meetings
 from unidist.planner.fetching import UNIT_BYTES, Member, fetches, units
 from unidist.strategies import VariableLayouts
 
@@ -84,6 +85,12 @@ def _role(layer: LayerFact, layout: Layout) -> Role:
     return Role("row" if dim in layer.inputs else "gathered", axes)
 
 
+def stack_axes(stack: StackFact, layouts: list[Layout]) -> Axes:
+    """Returns the axes that cut all that is cut of a stack along its first dim."""
+    cuts = {layouts[index] for index in stack.members if layouts[index].dims}
+    return cuts.pop().dim_axes(0) if len(cuts) == 1 and len(next(iter(cuts)).dims) == 1 else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Describes a training step: the mesh, the axes that cut the batch, its rows, a sequence's length."""
@@ -135,6 +142,11 @@ def _of_layers(facts: Facts, layouts: list[Layout], step: Workload) -> Iterator[
         yield from _of_layer(facts, layouts, layer, role, step, shared)
         known |= set(layer.low_rank or ())
         yield from _low_rank(facts, layouts, layer, role, step)
+    for stack in facts.stacks:
+        if axes := stack_axes(stack, layouts):
+            known |= set(stack.members)
+            for amounts in (stack.calls.taken, stack.calls.given):
+                yield from step.moved("all_reduce", axes, amounts, stack.calls.itemsize, stack.path)
     for index, layout in enumerate(layouts):
         if index not in known and layout.sharded_axes:
             yield from _gathering(facts, layouts, index, 1, step)

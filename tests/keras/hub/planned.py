@@ -51,7 +51,8 @@ def bytes_of_a_step(name: str, kind: str) -> tuple[int | float, int | float]:
             model.train_on_batch(x, y)
         plan = unidist.plan(model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH, zero=zero, sequence_parallel=in_parts)
     assert not plan.estimated, plan.estimated
-    return plan.predicted.bytes(), traffic.bytes() - traffic.bytes(purpose="metrics")
+    read = sum(traffic.bytes(purpose=purpose) for purpose in ("metrics", "logs"))
+    return plan.predicted.bytes(), traffic.bytes() - read
 
 
 @contextlib.contextmanager

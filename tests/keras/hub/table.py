@@ -26,7 +26,7 @@ What does `ModelParallel(mesh)` make of keras_hub's backbones, with no rule give
 {head}
 {rows}
 
-Other backbones work as well: no class is named anywhere. Experts of mixtures (Mixtral, GPT-OSS) are gathered for each call.
+Other backbones work as well: no class is named anywhere. Of experts (Mixtral, Qwen3-MoE, GPT-OSS) each device computes its own.
 
 `generate` of a causal language model works on shards of the heads and of the cache. `Gemma3CausalLM.generate` with `preprocessor=None` needs `images` of shape (rows, 0, height, width, 3) in keras_hub 0.32, on plain Keras too.
 

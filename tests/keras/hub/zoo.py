@@ -52,13 +52,16 @@ BACKBONES: dict[str, Callable[..., Any]] = {
     "esm": lambda: M.ESMBackbone(**_ABSOLUTE),
     "roformer-v2": lambda: M.RoformerV2Backbone(**_PLAIN, num_heads=4, head_size=4, dropout=0.0),
     "deberta-v3": lambda: M.DebertaV3Backbone(**_ABSOLUTE, bucket_size=4),
-    "gpt-oss": _grouped(M.GptOssBackbone, 2, num_experts=2, sliding_window=4),
+    "mixtral": _grouped(M.MixtralBackbone, 2, num_experts=4, top_k=2),
+    "qwen3-moe": _grouped(M.Qwen3MoeBackbone, 2, head_dim=4, moe_intermediate_dim=24, num_experts=4, top_k=2),
+    "gpt-oss": _grouped(M.GptOssBackbone, 2, num_experts=4, sliding_window=4),
     "falcon": lambda: M.FalconBackbone(**_PLAIN, num_attention_heads=4),
 }
 # With fewer heads of keys than of queries.
 GROUPED = ("llama gqa", "llama mqa", "mistral", "gemma", "gemma mqa", "gemma3")
 # Those with layouts written by hand below.
-BY_HAND = [name for name in BACKBONES if name not in ("esm", "roformer-v2", "deberta-v3", "gpt-oss")]
+_FOUND = ("esm", "roformer-v2", "deberta-v3", "mixtral", "qwen3-moe", "gpt-oss")
+BY_HAND = [name for name in BACKBONES if name not in _FOUND]
 
 _IN, _UP, _GATE, _DOWN = "feedforward_intermediate_dense", "ffw_gating", "ffw_gating_2", "ffw_linear"
 _WIDE = rf"({_IN}|feedforward_gate_dense|{_UP}|{_GATE}|mlp_intermediate_dense|dense_h_to_4h|mlp/dense_1)"

@@ -287,3 +287,23 @@ def test_what_was_gathered_serves_who_needs_all_of_it() -> None:
     sent: list[events.Event] = []
     backend.run(program)
     assert [e.op for e in sent] == ["all_gather", "reduce_scatter"]
+
+
+def test_a_sum_that_was_joined_for_plain_code_is_joined_once() -> None:
+    """A norm takes it and goes on with plain tensors; then it is added to something. Its gradient comes whole."""
+    backend, made = spaces()
+
+    def program(rank: int) -> None:
+        _, space = made()
+        x: Any = distribute(torch.ones(4, 8), space.spec((PARTIAL,), (4, 8)))
+        x.local.requires_grad_()
+        with events.listen(sent.append) if rank == 0 else contextlib.nullcontext():
+            normed = F.layer_norm(x, (8,))
+            y = x + normed * 2.0
+            assert type(normed) is type(y) is torch.Tensor
+            y.sum().backward()
+        torch.testing.assert_close(x.local.grad, torch.ones(4, 8))
+
+    sent: list[events.Event] = []
+    backend.run(program)
+    assert [e.op for e in sent] == ["all_reduce"]

@@ -28,7 +28,7 @@ class SeenTensor:
 
     `total`: the sum of its values, and `source`: the candidate that gave NaN last. Some kernels lose a NaN: torch's
     attention does on some processors. `goes_along`: it is a mask, or numbers, and is behind what the one of its shape
-    before it is behind.
+    before it is behind. `stack`: of what a layer with so many stacked kernels computes, that number; else 0.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +37,7 @@ class SeenTensor:
     total: float | None = None
     source: int | None = None
     goes_along: bool = False
+    stack: int = 0
 
     def after(self, clean: SeenTensor) -> int | None:
         """Returns the candidate whose NaN has changed this tensor, which was `clean` in a run without any."""
@@ -140,5 +141,5 @@ def activations(
             grow = [wide > n for n, wide in zip(one.shape, seens.wide[k].shape, strict=True)]
         ends = zip(one.shape, other.shape, grow, strict=True)
         dims = tuple(line(n, longer).times(1 / rows if grows else 1) for n, longer, grows in ends)
-        found.append(Activation(dims, itemsize(one.dtype), seens.behind(k), sum(grow)))
+        found.append(Activation(dims, itemsize(one.dtype), seens.behind(k), sum(grow), one.stack))
     return tuple(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from unidist.errors import LayoutError, UnidistError
+from unidist.keras.layer_facts import stack_of
 from unidist.keras.planning import samples
 from unidist.keras.planning.activations import Seens, activations
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
@@ -21,7 +22,7 @@ from unidist.keras.planning.reach import Reacher
 from unidist.keras.planning.trial_runs import Runner, Trace
 from unidist.keras.records.layer_report import in_words, listed
 from unidist.keras.strategies.options import fetches_neighbours
-from unidist.planner.facts import Activation, Calls, Facts, LayerFact, Reach, VariableFact
+from unidist.planner.facts import Activation, Calls, Facts, LayerFact, Reach, StackFact, VariableFact
 from unidist.planner.fetching import by_reads
 
 # Lengths of sequences to run a model on: the first two that it takes.
@@ -84,6 +85,7 @@ def read(
             slots=slots,
             optimizer=optimizer,
             neighbours=_neighbours(model, place) if fetches_neighbours() else (),
+            stacks=tuple(_stacks(layers, place, runs)),
         )
         while wanted := {(order[reach.source], reach.dim) for reach in follow(facts)}:
             reaches = [reacher.to_the_end(r) if (r.source, r.dim) in wanted else r for r in reaches]
@@ -208,6 +210,22 @@ def _layer(found: Candidate, index: int, place: dict[int, int], runner: Runner, 
         scores=_calls(found, index, runs, reverse=True),
         read_elsewhere=index in runner.read_elsewhere,
     )
+
+
+def _stacks(layers: list[Any], place: dict[int, int], runs: Runs) -> Iterator[StackFact]:
+    for layer in layers:
+        stack = [v for v in stack_of(layer) if v.trainable and id(v) in place]
+        if stack:
+            members = tuple(place[id(v)] for v in stack)
+            yield StackFact(layer.path or layer.name, members, stack[0].shape[0], _calls_of_stack(layer, runs))
+
+
+def _calls_of_stack(layer: Any, runs: Runs) -> Calls:
+    """None on torch: layers are rehearsed there, and of blocks that are alike one is called."""
+    if keras.config.backend() == "torch":
+        return Calls()
+    taken = runs.amounts(lambda trace: trace.stacked.get(id(layer), []))
+    return Calls(taken, taken, (), itemsize(layer.compute_dtype))
 
 
 def _calls(found: Candidate, index: int, runs: Runs, *, reverse: bool) -> Calls:

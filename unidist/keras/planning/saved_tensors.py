@@ -37,6 +37,8 @@ class Saved(Seen):
     def __init__(self, marking: bool) -> None:
         super().__init__(marking)
         self.is_shadow = False
+        # The number of kernels of the stack that is at work, and the address of what it was given.
+        self._stack = 0, 0
         # By its address, memory that was counted, and of a weight the variable's id. Nothing is kept alive by it.
         self._memory: dict[int, tuple[Any, int | None]] = {}
 
@@ -65,6 +67,15 @@ class Saved(Seen):
 
         dtype = torch_core.to_torch_dtype(variable.dtype)
         return self.weight(torch.empty(tuple(variable.shape), dtype=dtype, device="meta"), variable)
+
+    @contextlib.contextmanager
+    def in_stack(self, size: int, given: Any) -> Iterator[None]:
+        """Notes what is kept inside, but for what is given, as of so many kernels."""
+        before, self._stack = self._stack, (size, _address(given))
+        try:
+            yield
+        finally:
+            self._stack = before
 
     def of_layer(self, call: Callable[[Any], Any], x: Any, y: Any, activated: bool, marked: int | None) -> Any:
         """Returns what a layer gives, `y`, in place of what it would compute of x: kept is what it would keep.
@@ -115,7 +126,9 @@ class Saved(Seen):
         elif not counted and x.ndim:
             self.count(x)
             dtype = keras.backend.standardize_dtype(x.dtype)
-            self.tensors.append(SeenTensor(held_shape(x), dtype, behind, self.total(x), self.source, goes_along))
+            size, given = self._stack
+            stack = 0 if _address(x) == given else size
+            self.tensors.append(SeenTensor(held_shape(x), dtype, behind, self.total(x), self.source, goes_along, stack))
 
     def counted(self, x: Any) -> bool | int:
         """Returns whether a tensor's memory was counted; a weight's variable by its id."""

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from math import prod
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ import numpy as np
 from keras import distribution as keras_distribution
 
 from unidist.keras.graphs import Graph, Record
-from unidist.keras.layer_facts import keeps_numbers
+from unidist.keras.layer_facts import keeps_numbers, stack_of
 from unidist.keras.patching.compat import is_float_dtype, is_tensor, jax_utils, set_keras_mask, tree
 from unidist.keras.patching.layer_calls import Call, Stage, around
 from unidist.keras.planning.activations import Seen, keeps_what_it_takes
@@ -53,6 +54,7 @@ class Trace:
     """One run: what each candidate took, what it gave in elements, and what came out.
 
     Attributes:
+        stacked: what each layer with a stack of kernels took, in elements.
         seen: what all layers took and gave, where it was asked for.
         graph, record: of a run that can be run again in parts (graphs.py); else None.
         inside: for each place of the graph the candidates there.
@@ -63,6 +65,7 @@ class Trace:
     taken: dict[int, list[Any]] = field(default_factory=dict)
     given: dict[int, list[tuple[tuple[int, ...], bool]]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
+    stacked: dict[int, list[int]] = field(default_factory=dict)
     seen: Seen | None = None
     graph: Graph | None = None
     record: Record | None = None
@@ -81,6 +84,7 @@ class Runner:
         self.composites = [layer for layer in others if any(id(one) in self.index for one in within(layer))]
         self.keeping = [layer for layer in others if keeps_numbers(layer)]
         self.others = others
+        self.stacks = [layer for layer in others if stack_of(layer)]
         self.captured: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.read_elsewhere: set[int] = set()
         self.kinds = Kinds()
@@ -111,6 +115,7 @@ class Runner:
             inside += [(layer, self._through, layer) for layer in self.composites]
             inside += [(layer, self._keeping, layer) for layer in self.keeping]
             inside += [(layer, self._looking_on, layer) for layer in self.others]
+            inside += [(layer, self._stacked, layer) for layer in self.stacks]
             for layer, function, subject in inside:
                 link = functools.partial(functools.partial, function, subject)
                 stack.callback(around(layer, Stage.PLANNED, link))
@@ -219,6 +224,12 @@ class Runner:
         if seen.calls == before:
             seen.add((args, kwargs, given))
         return given
+
+    def _stacked(self, layer: Any, rest: Call, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._trace.stacked.setdefault(id(layer), []).append(prod(inputs.shape))
+        size = stack_of(layer)[0].shape[0]
+        with contextlib.nullcontext() if self._saved is None else self._saved.in_stack(size, inputs):
+            return rest(inputs, *args, **kwargs)
 
     def _through(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
         # What a layer is called with inside a program, as a recurrent layer's cell, is worth nothing outside.

@@ -213,8 +213,8 @@ class OwnGradient:
         self._specs: list[Spec | None] = []
 
     def __call__(self, space: Space, args: Args) -> ShardedTensor:
-        given = [wrap(x, space.whole(x.shape)) if type(x) in PLAIN else x for x in args]
-        given = [current(x) if type(x) is ShardedTensor and x.aside is not None else x for x in given]
+        given = [current(x) if type(x) is ShardedTensor and x.aside is not None else x for x in args]
+        given = [wrap(x, space.whole(x.shape)) if type(x) in PLAIN else x for x in given]
         self._specs = [x.spec if type(x) is ShardedTensor else None for x in given]
         local: Tensor = _ByRules.apply(self, *map(_local, given))  # type: ignore[no-untyped-call]
         return wrap(local, self._out)

@@ -69,6 +69,9 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
             if value.aside is not None:
                 value = value if in_place and not tensors else current(value)
                 marked = True
+                if type(value) is not ShardedTensor:
+                    _describe(value, key, tensors)
+                    continue
             tensors.append(value)
             key.append(value.spec)
             key.append(value.dtype)
@@ -86,7 +89,11 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
     for name, value in kwargs.items():
         key.append(name)
         known = _describe(value, key, tensors) and known
-    space: Space = next(x for x in tensors if type(x) is ShardedTensor).spec.space
+    first = next((x for x in tensors if type(x) is ShardedTensor), None)
+    if first is None:  # sums that others have joined, and gone on with plainly
+        given = replaced((args, kwargs), ShardedTensor, current)
+        return func(*given[0], **given[1])
+    space: Space = first.spec.space
     held = tuple(key)
     plan = space.plans.get(held) if known else None
     if plan is None:
@@ -172,8 +179,8 @@ def _run(
         if parts[0] is out and type(first) is ShardedTensor and first.spec is spec:
             return first  # as torch gives a tensor itself that is of a dtype already: what is set on it stays
         result = wrap(out, spec)
-        if space.invariant and type(first) is ShardedTensor and first.why:
-            result.why = first.why
+        if space.invariant:
+            result.why = next((x.why for x in tensors if type(x) is ShardedTensor and x.why), "")
         return result if simple else _marked(result, plan, tensors, parts)
 
     def wrapped(x: Any) -> Any:
@@ -225,8 +232,9 @@ def _describe(value: Any, key: list[Any], tensors: list[Any]) -> bool:
     """Appends what a plan depends on; whether it can be kept by that."""
     kind = type(value)
     if kind is ShardedTensor:
-        if value.aside is not None:
-            value = current(value)
+        if value.aside is not None and type(now := current(value)) is not ShardedTensor:
+            return _describe(now, key, tensors)
+        value = value if value.aside is None else now
         tensors.append(value)
         key += (value.spec, value.dtype, value.local.spec if type(value.local) is ShardedTensor else None)
     elif kind in _SIMPLE or kind is float:

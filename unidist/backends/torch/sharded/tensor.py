@@ -48,9 +48,8 @@ _NUMBER = torch.ops.aten._local_scalar_dense.default
 class ShardedTensor(_Tensor):  # type: ignore[misc]
     """This rank's part of a tensor, and its layout.
 
-    It stands above autograd: torch differentiates the part.
-
-    What is read most is a plain attribute here: torch's own properties each go through `__torch_function__`.
+    It stands above autograd: torch differentiates the part. What is read most is a plain attribute here: torch's own
+    properties each go through `__torch_function__`.
 
     Attributes:
         local: this rank's part.
@@ -318,8 +317,8 @@ class Origin:
             self._behind.give_back()
 
 
-def current(x: ShardedTensor) -> ShardedTensor:
-    """A carrier that has something aside: without its sums, where somebody has joined them.
+def current(x: ShardedTensor) -> torch.Tensor:
+    """Returns a carrier that has something aside: the joined sums, where somebody has joined them.
 
     Raises:
         CapabilityError: it was copied where torch would give a view, and what it was copied from was written to.
@@ -329,10 +328,11 @@ def current(x: ShardedTensor) -> ShardedTensor:
     _follow(x, aside)
     if aside.origin is not None:
         aside.origin.check(x)
-    joined = aside.joined
-    if joined is not None and joined[0] == version(x.local) and usable(joined[1].local, x.local):
+    joined, now = aside.joined, version(x.local)
+    if joined and joined[0] == now and usable(joined[1].local, x.local):
         return joined[1]
-    return x
+    is_sum = x.spec.partial and not cut_dims(x.spec.states)
+    return x if not is_sum or (plainly := _kept(x, aside, _LEFT, now)) is None else plainly
 
 
 def origin_of(x: Any) -> Origin | None:

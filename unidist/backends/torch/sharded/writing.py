@@ -96,8 +96,10 @@ def put(target: Any, value: Any) -> None:
         target.copy_(value.whole() if type(value) is ShardedTensor else value)
         return
     space, states = target.spec.space, target.spec.states
+    if type(value) is ShardedTensor and value.spec.space is space and value.aside is not None:
+        value = current(value)
     if type(value) is ShardedTensor and value.spec.space is space:
-        part = moved(current(value) if value.aside is not None else value, states)
+        part = moved(value, states)
     else:
         part = plain_in(space, value, states)
     target.local.copy_(part)

@@ -15,6 +15,7 @@ import torch
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
+from unidist.keras.layer_facts import stack_of
 from unidist.keras.layers import has_more_than_its_kernel
 from unidist.keras.patching.compat import ops, set_keras_mask
 from unidist.keras.patching.layer_calls import Call, Stage
@@ -27,6 +28,8 @@ from unidist.keras.torch.layers.rules import Rule, by_rules, cut_variables, make
 
 # On a layer: its rule.
 _RULE = "_unidist_rule"
+# The rules of layers of one kernel, which a layer may have more than for now.
+_OF_A_KERNEL = ("column", "row", "vocabulary")
 # On a layer of whose outputs ranks share the whole: what takes that off again.
 _SHARES = "_unidist_shares"
 # Activations that treat each element alone: they may run on a shard of the features.
@@ -55,13 +58,13 @@ def _what(rule: Rule) -> tuple[Any, ...]:
 
 def install_rule(rule: Rule) -> None:
     """Lets the layer be called by its rule wherever a rank is at work."""
-    apply = {"column": _column, "row": _row, "vocabulary": _vocabulary, "gather": _gather}[rule.kind]
+    apply = _APPLY[rule.kind]
 
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         if infers_shapes():
             return rest(*args, **kwargs)
         with events.for_purpose(rule.name):
-            if rule.kind != "gather" and (has_more_than_its_kernel(rule.layer) or not rule.is_at_home(frame)):
+            if rule.kind in _OF_A_KERNEL and (has_more_than_its_kernel(rule.layer) or not rule.is_at_home(frame)):
                 called = _by_rules if by_rules(rule) and rule.is_at_home(frame) else _gather
                 return called(rule, frame, rest, *args, **kwargs)
             return apply(rule, frame, rest, *args, **kwargs)
@@ -237,6 +240,19 @@ def _whole(frame: Frame, variable: Any) -> torch.Tensor:
     return variable.whole(frame)  # type: ignore[no-any-return]
 
 
+def _stack(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
+    """Computes with this device's kernels of a stack, as experts are: what comes is cut as they are."""
+    if not rule.is_at_home(frame):
+        return _gather(rule, frame, rest, *args, **kwargs)
+    stack = {id(v) for v in stack_of(rule.layer)}
+    values = {
+        id(v): _as_carrier(frame, v, rule.axes) if id(v) in stack else _whole(frame, v)
+        for v in cut_variables(rule.layer)
+    }
+    with frame.reading(values):
+        return rest(*args, **kwargs)
+
+
 def _by_rules(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """The layer's own operations, with carriers of its cut weights: each goes by its rule."""
     values = {id(v): _as_carrier(frame, v, rule.axes) for v in cut_variables(rule.layer)}
@@ -259,3 +275,12 @@ def _gather(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> 
     """The layer's own sharded weights are gathered once for the call; gradients go back as shards."""
     with frame.reading({id(v): v.whole(frame) for v in cut_variables(rule.layer)}):
         return rest(*args, **kwargs)
+
+
+_APPLY: dict[str, Callable[..., Any]] = {
+    "column": _column,
+    "row": _row,
+    "vocabulary": _vocabulary,
+    "stack": _stack,
+    "gather": _gather,
+}

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from unidist.algebra import Axes
+from unidist.keras.layer_facts import stack_of
 from unidist.keras.layers import computes_as, has_low_rank, more_than_its_kernel, own_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params.variables import DistributedVariable
@@ -22,7 +23,7 @@ class Rule:
     """Says how one layer is called.
 
     Attributes:
-        kind: "column", "row", "vocabulary" or "gather".
+        kind: "column", "row", "vocabulary", "stack" or "gather".
         axes: the model axes that cut its kernel, along `dim` of it.
         in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
         in_parts: sequence parallelism: what it sums over the ranks goes on as parts of the sequence.
@@ -76,6 +77,8 @@ def told(rule: Rule) -> str:
         return _gathered(rule.reason)
     if rule.kind == "vocabulary":
         return "vocabulary: each device looks up the entries that it holds"
+    if rule.kind == "stack":
+        return "stack: each device computes with its part of the kernels, each operation by its rule"
     if rule.kind == "column":
         return "column: its outputs stay cut, until an operation needs all of them"
     return _OF_ROWS[rule.comes_cut]
@@ -114,6 +117,8 @@ def is_sharded(variable: Any) -> bool:
 
 def _found(layer: Any) -> Rule | str:
     finder = _FINDERS.get(computes_as(layer))
+    if axes := _cut_of_stack(layer):
+        return Rule(layer, "stack", axes)
     if finder is None:
         name, base = type(layer).__name__, own_call(layer)
         what = f"computes otherwise than the {base} that it inherits from" if base else "has no rule for shards"
@@ -131,6 +136,15 @@ def _cut_of(kernel: Any) -> tuple[int, Axes] | str:
     if any(axis in data for _, axes in cuts for axis in axes):
         return "a data axis cuts its kernel"
     return cuts[0] if len(cuts) == 1 else f"{len(cuts)} dims of its kernel are cut"
+
+
+def _cut_of_stack(layer: Any) -> Axes:
+    """Returns the model axes that cut a stack of kernels by its first dim; () if some are cut otherwise."""
+    cuts = {_cut_of(v) for v in stack_of(layer) if is_sharded(v)}
+    if len(cuts) != 1 or isinstance(cut := cuts.pop(), str):
+        return ()
+    dim, axes = cut
+    return axes if dim == 0 else ()
 
 
 def _find_dense(layer: Any) -> Rule | str:

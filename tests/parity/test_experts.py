@@ -1,0 +1,42 @@
+"""Experts that devices share out train as on one device: routers, biases, losses of their load."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.worlds import Alone, Worlds
+from tests.support.comparing import same
+from tests.support.sampling import pairwise
+
+pytestmark = pytest.mark.processes
+
+EXPERTS = 4
+RUN = "tests.keras.experts:trained"
+AS_PROGRAMS = "tests.keras.torch.promised:run"
+TWO, FOUR, GRID = {"model": 2}, {"model": 4}, {"data": 2, "model": 2}
+MESHES = {"sim-torch": (FOUR, GRID), "torch-2": (TWO,), "torch-4": (FOUR, GRID), "horovod-2": (TWO,)}
+PLACES = [
+    (setting, str(mesh), zero if "data" in mesh else 0)
+    for setting, meshes in {**MESHES, "sim-jax": (FOUR, GRID), "jax-4": (GRID,)}.items()
+    for mesh in meshes
+    for zero in (0, 1, 3)
+]
+
+
+@pytest.mark.parametrize(("setting", "mesh", "zero"), pairwise(dict.fromkeys(PLACES)))
+def test_it_trains_as_one_device(setting: str, mesh: str, zero: int, alone: Alone, worlds: Worlds) -> None:
+    sizes: dict[str, int] = eval(mesh)
+    framework = "jax" if "jax" in setting else "torch"
+    expected = alone.world(framework).call(RUN, None)[0]
+    held = sizes["model"] * (sizes["data"] if zero == 3 else 1)
+    for found in worlds.get(setting).call(RUN, sizes, zero):
+        same(found, expected)
+        assert found["_held"] == dict.fromkeys(("up", "low", "down"), EXPERTS // held)
+        if framework == "torch":  # on JAX the ledger is a compiled program's
+            assert found["_sent"]["all_reduce"]
+
+
+def test_programs(alone: Alone, worlds: Worlds) -> None:
+    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0):
+        same(found, alone.world("torch").call(RUN, None)[0])
+        assert found["_unfit"] == []
