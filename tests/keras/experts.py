@@ -59,12 +59,12 @@ def net() -> Any:
     return keras.Model(given, layers.Dense(WORDS, name="words")(x))
 
 
-def trained(sizes: dict[str, int] | None, zero: int = 0) -> Result:
+def trained(sizes: dict[str, int] | None, zero: int = 0, experts: str = "all") -> Result:
     """Trains on the next token; `sizes`: of the mesh, None for one device."""
     fresh()
     rng = np.random.default_rng(5)
     x = rng.integers(1, WORDS, (ROWS, LENGTH))
-    chosen = None if sizes is None else unidist.ModelParallel(unidist.Mesh(sizes), zero=zero)
+    chosen = None if sizes is None else unidist.ModelParallel(unidist.Mesh(sizes), zero=zero, experts=experts)
     with scope(chosen), unidist.ledger() as book:
         model = net()
         model.compile(
@@ -75,12 +75,18 @@ def trained(sizes: dict[str, int] | None, zero: int = 0) -> Result:
         history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
         evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0)
         predicted = model.predict(x, batch_size=BATCH, verbose=0)
+        why = "" if sizes is None else "".join(unidist.describe(model).why.values())
         rows = [row for row in unidist.describe(model).rows if row.kind == "weights" and "bank" in row.path]
     return {
         "history": history,
         "evaluated": evaluated,
         "predicted": predicted,
+        "_why": why,
         "_held": {row.path.split("/")[-1]: row.local_shape[0] for row in rows},
         "_sent": Counter(event.op for event in book.events if event.axes == ("model",)),
         **told(model),
     }
+
+
+def dispatched() -> None:
+    unidist.DataParallel(experts="dispatch")

@@ -16,27 +16,39 @@ AS_PROGRAMS = "tests.keras.torch.promised:run"
 TWO, FOUR, GRID = {"model": 2}, {"model": 4}, {"data": 2, "model": 2}
 MESHES = {"sim-torch": (FOUR, GRID), "torch-2": (TWO,), "torch-4": (FOUR, GRID), "horovod-2": (TWO,)}
 PLACES = [
-    (setting, str(mesh), zero if "data" in mesh else 0)
+    (setting, str(mesh), zero if "data" in mesh else 0, experts)
     for setting, meshes in {**MESHES, "sim-jax": (FOUR, GRID), "jax-4": (GRID,)}.items()
     for mesh in meshes
     for zero in (0, 1, 3)
+    for experts in (("all",) if "jax" in setting else ("all", "dispatch"))
 ]
 
 
-@pytest.mark.parametrize(("setting", "mesh", "zero"), pairwise(dict.fromkeys(PLACES)))
-def test_it_trains_as_one_device(setting: str, mesh: str, zero: int, alone: Alone, worlds: Worlds) -> None:
+@pytest.mark.parametrize(("setting", "mesh", "zero", "experts"), pairwise(dict.fromkeys(PLACES)))
+def test_it_trains_as_one_device(
+    setting: str, mesh: str, zero: int, experts: str, alone: Alone, worlds: Worlds
+) -> None:
     sizes: dict[str, int] = eval(mesh)
     framework = "jax" if "jax" in setting else "torch"
     expected = alone.world(framework).call(RUN, None)[0]
     held = sizes["model"] * (sizes["data"] if zero == 3 else 1)
-    for found in worlds.get(setting).call(RUN, sizes, zero):
+    for found in worlds.get(setting).call(RUN, sizes, zero, experts):
         same(found, expected)
         assert found["_held"] == dict.fromkeys(("up", "low", "down"), EXPERTS // held)
         if framework == "torch":  # on JAX the ledger is a compiled program's
             assert found["_sent"]["all_reduce"]
+            assert ("dispatch: each expert" in found["_why"]) is (experts == "dispatch")
 
 
-def test_programs(alone: Alone, worlds: Worlds) -> None:
-    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0):
+@pytest.mark.parametrize("setting", ["sim-jax", "sim-tensorflow"])
+def test_other_frameworks_refuse_to_dispatch(setting: str, worlds: Worlds) -> None:
+    with pytest.raises(Exception, match=r"CapabilityError: experts='dispatch': with Keras on '"):
+        worlds.get(setting).call("tests.keras.experts:dispatched")
+
+
+@pytest.mark.parametrize("experts", ["all", "dispatch"])
+def test_programs(experts: str, alone: Alone, worlds: Worlds) -> None:
+    """In a program all experts compute: it has one shape for all batches."""
+    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, experts):
         same(found, alone.world("torch").call(RUN, None)[0])
         assert found["_unfit"] == []

@@ -56,6 +56,7 @@ class Strategy:
         exact_random: layers draw one device's random numbers.
         per_tensor_rows: tensors of a batch that have other numbers of rows are cut each by its own.
         remat: which layers backward computes again, as in unidist/keras/recomputing.py.
+        experts: which rows stacked kernels compute: "all", or by "dispatch" those that they have a weight for.
 
     Raises:
         MeshError: a data axis that the mesh has not. ValueError: an unknown stage.
@@ -74,6 +75,7 @@ class Strategy:
     exact_random: bool = False
     per_tensor_rows: bool = False
     remat: str | Callable[[Any], bool] = field(default="none", compare=False)
+    experts: str = "all"
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)

@@ -14,6 +14,7 @@ from keras import ops
 import unidist
 from tests.keras.hub import zoo
 from tests.support.sampling import unless_all
+from unidist.keras.torch.layers import outputs
 
 MIXTURES = ["mixtral", "qwen3-moe", "gpt-oss"]
 EVERY = [(name, n) for name in MIXTURES for n in (2, 4)]
@@ -117,3 +118,132 @@ def test_experts_that_do_not_divide_are_gathered() -> None:
     kernels = [row for row in plan.rows if "/experts/" in row.path]
     assert {row.layout for row in kernels} == {unidist.Layout(None, "model")}
     assert {row.reason for row in kernels} == {"gathered: for each call of its layer"}
+
+
+class Rows:
+    """Counts the rows that kernels compute: of sums with weights, and where all are computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.all, self.summed, self.given = 0, 0, 0
+        every, some = outputs.Bank.all, outputs.Bank.summed
+
+        def counting_all(bank: outputs.Bank) -> Any:
+            self.all += len(bank.rows)
+            return every(bank)
+
+        def counting_sums(bank: outputs.Bank, weights: Any) -> Any:
+            self.given += weights.numel()
+            self.summed += int((weights != 0).sum())
+            return some(bank, weights)
+
+        monkeypatch.setattr(outputs.Bank, "all", counting_all)
+        monkeypatch.setattr(outputs.Bank, "summed", counting_sums)
+
+
+GRIDS: list[dict[str, int]] = [{"model": 2}, {"data": 2, "model": 2}, {"context": 2, "model": 2}]
+OF_GRIDS = [(name, sizes) for name in MIXTURES for sizes in GRIDS]
+
+
+@pytest.mark.parametrize(("name", "sizes"), unless_all(OF_GRIDS[::-4], OF_GRIDS), ids=str)
+def test_dispatched_experts_compute_their_own_rows(
+    name: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Rows(monkeypatch)
+    found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(zoo.mesh(sizes), experts="dispatch"))
+    zoo.assert_equal(found, zoo.alone(name))
+    assert rows.all == 0
+    # Two of four experts have a weight for a token.
+    assert rows.given == 2 * rows.summed > 0
+    assert "dispatch: each expert computes the rows that it has a weight for" in "".join(why(found.model).values())
+
+
+class Bank(keras.layers.Layer):
+    """What each expert makes of each row, in a way of its own."""
+
+    def __init__(self, how: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.how = how
+        if how == "draws":
+            self.dropout = keras.layers.Dropout(0.5, seed=1)
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(EXPERTS, WIDTH, WIDTH), name="kernel")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        out = ops.tanh(ops.einsum("bd,edh->ebh", x, self.kernel))
+        if self.how == "draws":
+            return self.dropout(out, training=training)
+        return ops.softmax(out, axis=0) if self.how == "mixes" else out
+
+
+class Gated(keras.layers.Layer):
+    """Experts with weights from what `how` says."""
+
+    def __init__(self, how: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.how, self.bank, self.gate = how, Bank(how, name="bank"), keras.layers.Dense(EXPERTS, name="gate")
+
+    def build(self, shape: Any) -> None:
+        self.bank.build(shape)
+        self.gate.build(shape)
+        if self.how == "learned zeros":
+            self.scale = self.add_weight(shape=(EXPERTS, 1), initializer="zeros", name="scale")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        scores = self.gate(x) + ops.convert_to_tensor([100.0 * (self.how == "all to one"), 0.0, 0.0, 0.0])
+        chances = ops.softmax(scores)
+        best = ops.one_hot(ops.argmax(scores, axis=-1), EXPERTS)
+        weights = ops.transpose(chances * best)
+        if self.how == "learned zeros":
+            weights = weights * 0.0 + self.scale
+        out = self.bank(x, training=training)
+        if self.how == "einsum":
+            return ops.einsum("be,ebd->bd", ops.transpose(weights), out)
+        if self.how == "looks":
+            return ops.sum(out * weights[:, :, None], axis=0) + ops.max(out)
+        return ops.sum(out * weights[:, :, None], axis=0)
+
+
+ALL = "all experts compute all rows: "
+WAYS = {
+    "all to one": "dispatch: ",
+    "einsum": "dispatch: ",
+    "looks": "dispatch: ",
+    "learned zeros": ALL + "weights that are zero have a gradient",
+    "mixes": ALL + "its kernels do not compute one by one, or its rows do not",
+}
+
+
+@pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize("how", WAYS)
+def test_ways_to_weigh_what_experts_make(how: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not shown to be the same is computed of all rows, and says so."""
+    wanted, _ = weighed(how, None)
+    rows = Rows(monkeypatch)
+    found, said = weighed(how, unidist.ModelParallel(zoo.mesh({"data": 1, "model": 1} | sizes), experts="dispatch"))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
+    assert WAYS[how] in said
+    if how in ("all to one", "einsum"):
+        assert (rows.all, rows.given) == (0, EXPERTS * rows.summed)
+
+
+def test_experts_that_draw_compute_all_rows() -> None:
+    _, said = weighed("draws", unidist.DataParallel(zoo.mesh({"data": 2}), experts="dispatch"))
+    assert ALL + "it draws random numbers" in said
+
+
+def weighed(how: str, strategy: Any) -> tuple[list[np.ndarray], str]:
+    """Weights behind some steps, and what the strategy says of the layers."""
+    keras.utils.set_random_seed(3)
+    rng = np.random.default_rng(0)
+    x = keras.Input((WIDTH,))
+    model = keras.Model(x, keras.layers.Dense(2, name="head")(x + Gated(how, name="gated")(x)))
+    if strategy is not None:
+        model = unidist.parallelize(model, strategy)
+    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
+    given = rng.normal(size=(6, WIDTH)).astype("float32"), rng.normal(size=(6, 2)).astype("float32")
+    with zoo.quietly():
+        model.fit(*given, batch_size=6, epochs=3, shuffle=False, verbose=0)
+    said = "" if strategy is None else "; ".join(why(model).values())
+    return [np.asarray(v) for v in model.weights], said

@@ -32,6 +32,7 @@ class Stage(enum.IntEnum):
     WHOLE = enum.auto()  # a model gives whole tensors
     SHARED = enum.auto()  # ranks work apart with all that a layer gives
     RULE = enum.auto()  # a layer computes with shards of its weights
+    KERNELS = enum.auto()  # a layer of stacked kernels waits for the weights of what it gives
     GIVEN = enum.auto()  # what a layer gives is no view of what was fetched for it
 
 

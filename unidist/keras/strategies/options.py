@@ -12,6 +12,7 @@ from unidist.keras import recomputing
 from unidist.keras.recomputing import Remat
 
 Attention = Literal["auto", "ulysses", "gather"]
+Experts = Literal["all", "dispatch"]
 # Why TensorFlow cannot have an option, and what it does not go with in parts of sequences.
 _NOT_WITH = {
     "exact_random": ("each device draws for its own rows", "layers draw for parts of sequences"),
@@ -26,11 +27,13 @@ def options(
     exact_random: bool = False,
     per_tensor_rows: bool = False,
     remat: Remat = "none",
+    experts: str = "all",
 ) -> dict[str, Any]:
     """The rest of a Strategy, as Keras's backend can have it."""
     if sequence_parallel:
         check_sequence_parallel()
     recomputing.check(remat)
+    _check_experts(experts)
     by_carriers = {"exact_random": exact_random, "per_tensor_rows": per_tensor_rows}
     for name in filter(by_carriers.get, by_carriers):
         _check(name, sequence_parallel)
@@ -41,8 +44,20 @@ def options(
         "joint": is_joint(),
         "sequence_parallel": sequence_parallel,
         "remat": remat,
+        "experts": experts,
         **by_carriers,
     }
+
+
+def _check_experts(experts: str) -> None:
+    """Raises ArgumentError for no choice, and CapabilityError where Keras's backend has none."""
+    if experts not in get_args(Experts):
+        raise ArgumentError(f"experts={experts!r}: give one of {', '.join(map(repr, get_args(Experts)))}")
+    if experts == "dispatch" and keras.config.backend() != "torch":
+        raise CapabilityError(
+            f"experts='dispatch': with Keras on {keras.config.backend()!r} steps are compiled, and how many rows an "
+            "expert has is known in a step alone. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
+        )
 
 
 def contexts(axes: Axes, attention: str, sequence_parallel: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from unidist.keras.patching import patches
 from unidist.keras.patching.compat import Distribution
 from unidist.keras.recomputing import Remat
 from unidist.keras.strategies.layout_maps import KerasRules, as_layout_map, keras_layout, keras_mesh, mesh_of_map
-from unidist.keras.strategies.options import Attention, contexts, options, takes_uneven
+from unidist.keras.strategies.options import Attention, Experts, contexts, options, takes_uneven
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
@@ -130,11 +130,13 @@ class DataParallel(UnidistDistribution):
             work. "block": layers that hold others, and of whose class several stand side by side, as transformers'
             blocks. "attention": layers whose class ends in "Attention". A function of a layer: those that it is true
             for. Numbers stay as they are, drawn ones too.
+        experts: "dispatch": of layers with stacked kernels each kernel computes the rows that it has a weight for,
+            where their outputs are multiplied by weights and summed. "all": it computes all rows. Keras on torch only.
 
     Raises:
         MeshError: the mesh does not fit the devices.
-        ArgumentError: `zero` is no stage, or `remat` no choice.
-        CapabilityError: `exact_random`, `per_tensor_rows` or `remat` with Keras on TensorFlow.
+        ArgumentError: `zero` is no stage, or `remat` or `experts` no choice.
+        CapabilityError: `exact_random`, `per_tensor_rows` or `remat` with Keras on TensorFlow; `experts` as above.
 
     Example:
         >>> import keras, numpy as np, unidist
@@ -157,12 +159,11 @@ class DataParallel(UnidistDistribution):
         exact_random: bool = False,
         per_tensor_rows: bool = False,
         remat: Remat = "none",
+        experts: Experts = "all",
     ) -> None:
         grid = _mesh_or_all(mesh, "data")
         axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
-        more = options(
-            auto_shard_dataset, zero, exact_random=exact_random, per_tensor_rows=per_tensor_rows, remat=remat
-        )
+        more = options(auto_shard_dataset, zero, False, exact_random, per_tensor_rows, remat, experts)
         super().__init__(Strategy(grid, axes, replicated, **more))
 
 
@@ -192,7 +193,7 @@ class ModelParallel(UnidistDistribution):
             all_reduce, and norms, dropout and residual sums on a part of the activations (Korthikanti et al. 2022,
             arXiv:2205.05198). Keras on torch only.
         per_tensor_rows: see DataParallel.
-        remat: see DataParallel.
+        remat, experts: see DataParallel.
         exact_random: see DataParallel. Pairs of layers between which a layer draws are not used: they gather.
 
     Raises:
@@ -226,8 +227,9 @@ class ModelParallel(UnidistDistribution):
         exact_random: bool = False,
         per_tensor_rows: bool = False,
         remat: Remat = "none",
+        experts: Experts = "all",
     ) -> None:
-        more = options(auto_shard_dataset, zero, sequence_parallel, exact_random, per_tensor_rows, remat)
+        more = options(auto_shard_dataset, zero, sequence_parallel, exact_random, per_tensor_rows, remat, experts)
         if isinstance(layout_map, str):
             grid = _mesh_or_all(mesh, "model")
         else:

@@ -20,7 +20,7 @@ from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.torch import borders, carrying, changes, context, cutting
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.gathers import Gathers
-from unidist.keras.torch.layers import applying, contexts, rules, sequence
+from unidist.keras.torch.layers import applying, contexts, experts, rules, sequence
 from unidist.keras.torch.params import placing
 from unidist.keras.torch.step import activity, attributes, drawing, eagerly, metrics, own_apply, statistics
 from unidist.keras.torch.step.rank_local import PerRankList, PerRankSet
@@ -168,8 +168,8 @@ class Engine:
         for border in self.borders:
             border.looks = None
         held = {id(rule) for rule in self.rules}
-        found = [rule for layer in changed if (rule := self._rule_of(layer)) is not None and id(rule) not in held]
-        self.rules.extend(found)
+        self.rules += [rule for layer in changed if (rule := self._rule_of(layer)) is not None and id(rule) not in held]
+        experts.give(changed, self.distribution.strategy)
         shared = getattr(getattr(self.distribution, "found", None), "shared", {})
         for layer in changed:
             if axes := shared.get(layer.path):

@@ -16,6 +16,7 @@ from unidist.keras.records.layer_report import in_parts, own_variables
 from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.torch import engine
 from unidist.keras.torch.layers import rules
+from unidist.keras.torch.layers.experts import DISPATCH
 from unidist.keras.torch.params import placing
 from unidist.keras.torch.params.placing import is_placed
 
@@ -64,6 +65,9 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
     if found is None or not model.built:
         return
     is_waiting = found.traffic is None and waits(model, found.distribution)
+    for layer in model._flatten_layers():
+        if (dispatch := vars(layer).get(DISPATCH)) is not None and dispatch.told:
+            yield layer.path or layer.name, dispatch.told
     ruled = {id(rule.layer): rule for rule in found.rules}
     for layer in model._flatten_layers():
         resting = [v for v in own_variables(layer) if is_placed(v) and v._storage.shardings.stored.layout.dims]
