@@ -144,7 +144,7 @@ GRIDS: list[dict[str, int]] = [{"model": 2}, {"data": 2, "model": 2}, {"context"
 OF_GRIDS = [(name, sizes) for name in MIXTURES for sizes in GRIDS]
 
 
-@pytest.mark.parametrize(("name", "sizes"), unless_all(OF_GRIDS[::-4], OF_GRIDS), ids=str)
+@pytest.mark.parametrize(("name", "sizes"), unless_all([OF_GRIDS[0], OF_GRIDS[5], OF_GRIDS[7]], OF_GRIDS), ids=str)
 def test_dispatched_experts_compute_their_own_rows(
     name: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
