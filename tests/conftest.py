@@ -24,6 +24,7 @@ from unidist.testing import forkserver
 
 ROOT = Path(__file__).parent.parent
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
+SERVERS_FIT = 16 * 2**30  # bytes of memory
 _MISSING = pytest.StashKey[list[str]]()
 
 
@@ -38,6 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = os.environ[_CACHE] = tempfile.mkdtemp(prefix="unidist-jax-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    # A run goes from one framework to the next and back: a pair of servers for each, with Keras and without.
+    if psutil.virtual_memory().total > SERVERS_FIT:
+        forkserver.KEPT = 10
     hidden = [str(ROOT / folder) for folder in HIDDEN.values()]
     sys.path[:0] = hidden
     hidden += [str(ROOT / folder) for folder in FROM_PROGRAMS]

@@ -45,8 +45,10 @@ _TENSORFLOW = _there(
 )
 # With Keras, on the backend that KERAS_BACKEND names, and what the programs of the tests import besides.
 _BESIDES = ("keras", "pytest", "h5py")
+# Of torch: each process whose steps are programs takes more than a second to import it, even where nothing is compiled.
+_COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo")
 KERAS = {
-    "torch": (*TORCH, *_BESIDES, "unidist.keras.torch.hooks"),
+    "torch": (*TORCH, *_BESIDES, "unidist.keras.torch.hooks", *_COMPILER),
     "jax": (*JAX, *_BESIDES, "tests.support.lasting_losses", "unidist.keras.jax.hooks"),
     "tensorflow": (
         *_TENSORFLOW,

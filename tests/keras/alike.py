@@ -10,7 +10,7 @@ import numpy as np
 from keras import layers, ops
 
 from tests.keras.mixing import BATCH, WIDTH, data
-from tests.support.runs import Result, fresh, scope, strategy, told
+from tests.support.runs import Result, fresh, made_ready, scope, strategy, told
 
 WORDS, LENGTH, CLASSES = 11, 5, 4
 
@@ -119,7 +119,7 @@ def looked_up(kind: str | None, zero: int, name: str, optimizer: str, eagerly: b
         model = (Proxies if name == "proxies" else keras.Model)(inputs, x, name="net")
         loss = None if name == "proxies" else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(OPTIMIZERS[optimizer](), loss, run_eagerly=eagerly)
-        history = model.fit((batch for batch in batches), steps_per_epoch=len(batches), verbose=0).history
+        history = made_ready(model).fit((batch for batch in batches), steps_per_epoch=len(batches), verbose=0).history
     return {"history": history, **told(model)}
 
 

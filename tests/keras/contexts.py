@@ -62,11 +62,11 @@ def net(length: int) -> Any:
     return keras.Model(given, layers.Dense(WORDS, name="words")(layers.LayerNormalization()(x)))
 
 
-def trained(sizes: dict[str, int] | None, zero: int, length: int, attention: str = "auto") -> Result:
+def trained(sizes: dict[str, int] | None, zero: int, length: int, attention: str = "auto", rows: int = ROWS) -> Result:
     """Trains on the next token; `sizes`: of the mesh, None for one device."""
     fresh()
     rng = np.random.default_rng(5)
-    x = rng.integers(1, WORDS, (ROWS, length))
+    x = rng.integers(1, WORDS, (rows, length))
     x[1, -3:] = 0
     chosen = None
     if sizes is not None:

@@ -14,7 +14,7 @@ from keras import layers, ops, optimizers
 from keras.src.saving.saving_lib import H5IOStore
 
 import unidist
-from tests.support.runs import Result, fresh, is_first, scope, strategy, told
+from tests.support.runs import Result, fresh, is_first, made_ready, scope, strategy, told
 
 CLASSES, BATCH = 4, 4
 # Batches of another size are another program, which TensorFlow compiles for seconds: with it those of tests/parity/
@@ -266,21 +266,13 @@ def _strategy(kind: str | None, zero: int, rules: Any = RULES) -> Any:
     return None if kind is None else strategy(kind, rules, zero=zero)
 
 
-def _built(model: Any) -> Any:
-    """On TensorFlow a step that builds its optimizer is traced twice; Keras leaves it to the first. (So it is in tests/
-    parity/test_training.py.) DTensor's driver builds it before."""
-    if keras.config.backend() == "tensorflow" and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    return model
-
-
 def _fitted_on_even(model: Any, evaluates: bool = True) -> Result:
     """On batches of one size, where each other one is a program more, and so is an evaluation."""
     return _fitted(model, *rows(12), evaluated=BATCH * evaluates) if FEW_PROGRAMS else _fitted(model, *rows())
 
 
 def _fitted(model: Any, x: Any, y: Any, *, evaluated: int = EVALUATED, **options: Any) -> Result:
-    model = _built(model)
+    model = made_ready(model)
     batch = options.pop("batch_size", BATCH)
     history = model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0, **options).history
     seen = told(model)  # now: Keras on JAX loses the averages of a model that is evaluated

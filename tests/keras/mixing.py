@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers, ops
 
 import unidist
-from tests.support.runs import Result, fresh, scope, strategy, told
+from tests.support.runs import Result, fresh, made_ready, scope, strategy, told
 
 ROWS, BATCH, WIDTH = 22, 8, 8  # three batches, the last of six rows: on four shards two, two, two and none
 RULES: dict[str, tuple[str | None, ...]] = {".*a/kernel": (None, "model"), ".*z/kernel": ("model", None)}
@@ -324,6 +324,7 @@ def mixed(kind: str | None, zero: int, name: str, weighted: bool) -> Result:
         model.compile(
             keras.optimizers.SGD(0.1, momentum=0.9), loss() if isinstance(loss, type) else loss, metrics=[spread]
         )
+        made_ready(model)
         history = model.fit(
             x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, sample_weight=weights if weighted else None
         ).history

@@ -13,6 +13,7 @@ import unidist
 from tests.support.runs import PAIR, Result, fresh, scope, strategy, told
 
 ROWS, BATCH, LENGTH, WIDTH = 14, 4, 5, 8
+COUNT = 2  # of blocks
 
 
 class Block(layers.Layer):
@@ -43,16 +44,16 @@ class Block(layers.Layer):
 def net() -> Any:
     given = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(12, WIDTH, mask_zero=True)(given)
-    for k in range(3):
+    for k in range(COUNT):
         x = Block(name=f"block_{k}")(x)
     return keras.Model(given, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
 
 
-def trained(kind: str | None, zero: int, remat: str) -> Result:
+def trained(kind: str | None, zero: int, remat: str, rows: int = ROWS) -> Result:
     """Trains; `kind`: None for one device."""
     fresh()
     rng = np.random.default_rng(3)
-    x, y = rng.integers(0, 12, (ROWS, LENGTH)), rng.normal(size=(ROWS, 2)).astype("float32")
+    x, y = rng.integers(0, 12, (rows, LENGTH)), rng.normal(size=(rows, 2)).astype("float32")
     chosen = None if kind is None else strategy(kind, PAIR, zero=zero, exact_random=True, remat=remat)
     with scope(chosen), unidist.ledger() as book:
         model = net()

@@ -62,6 +62,7 @@ def train(spec: Spec | None, name: str = "gpt2", *, numpy_weights: bool = False,
     import keras
 
     import unidist
+    from tests.support.runs import made_ready
 
     cleared()
     keras.utils.set_random_seed(7)
@@ -79,6 +80,7 @@ def train(spec: Spec | None, name: str = "gpt2", *, numpy_weights: bool = False,
         # A key's bias has no gradient but rounding noise, of about 1e-9: it must stay far below epsilon, or Adam makes
         # whole steps of it, on one device too.
         model.compile(keras.optimizers.Adam(1e-3, epsilon=1e-4), loss="mse")
+        made_ready(model)
         if numpy_weights:
             model.set_weights(weights_from_numpy(model))
         first = weights_of(model, spec)

@@ -27,7 +27,13 @@ PLACES = [
     ("torch-4", "2x2", 0),
     ("horovod-2", "dp", 0),
 ]
-ROWS = [(*place, case) for place in PLACES for case in CASES]
+# Horovod and four processes run the engine that the simulator and two run: with other groups and collectives.
+OF_EACH_KIND = unless_all(
+    ("another_loss", "layer_added", "activity", "mode_between", "features_in_training", "compiled_in_training"), CASES
+)
+ROWS = [
+    (*place, case) for place in PLACES for case in (OF_EACH_KIND if place[0] in ("torch-4", "horovod-2") else CASES)
+]
 # Those that another loss, or another layer, is a case of: on torch above.
 FEW = unless_all(("another_loss", "layer_added", "activity"), TRACED)
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.processes
 
 # Cut unevenly, and evenly.
 LENGTHS = (7, 8)
+BATCH = 4
 RUN = "tests.keras.contexts:trained"
 AS_PROGRAMS = "tests.keras.torch.promised:run"
 TWO, FOUR = {"context": 2}, {"context": 4}
@@ -32,7 +33,7 @@ PLACES = [
 
 @pytest.fixture(scope="module")
 def expected(alone: Alone) -> Any:
-    return cache(lambda length: alone.world("torch").call(RUN, None, 0, length)[0])
+    return cache(lambda length, *args: alone.world("torch").call(RUN, None, 0, length, *args)[0])
 
 
 @pytest.mark.parametrize(("setting", "mesh", "zero", "length", "attention"), pairwise(dict.fromkeys(PLACES)))
@@ -48,9 +49,10 @@ def test_it_trains_as_one_device(
 
 
 def test_programs(expected: Any, worlds: Worlds) -> None:
-    length, _ = LENGTHS
-    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, length, "ulysses"):
-        same(found, expected(length))
+    """Of full batches: a ragged one would be traced once more, for as long."""
+    how = LENGTHS[0], "ulysses", BATCH
+    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, *how):
+        same(found, expected(*how))
         assert found["_unfit"] == []
         assert found["_sent"]["all_to_all"]
 

@@ -81,6 +81,9 @@ def test_a_training_goes_on_inside_an_epoch(
     if setting.startswith("tensorflow-"):
         # Its steps, and what each process brings to a file, take long.
         options |= {"every": 8, "epochs": 2}
+    elif source == "DataLoader with workers":
+        # Each epoch of each process starts them anew.
+        options["epochs"] = 2
     whole = run(spec, source, None, **options)[0]
     # Of counted epochs the third has the first iterator that an epoch made which had another's.
     epoch = 2 if source == "counted epochs" else 1

@@ -28,9 +28,16 @@ ON_TENSORFLOW = unless_all(
         *("summing", "counting", "batch"),
     ),
 )
-# Horovod and four processes run the engine that the simulator and two run, with collectives and groups of their own:
-# each kind of these is in one of the cases.
+# Processes and Horovod run the engine that the simulator runs, with collectives and groups of their own: each kind of
+# these is in one of the cases.
 OF_EACH_KIND = unless_all(("contrastive", "sampling", "experts", "own", "time", "pairs", "helper"), CASES)
+IN_TWO = unless_all(
+    (
+        *(*OF_EACH_KIND, "supervised", "masked mean", "Keras's own", "center"),
+        *("filtering", "penalty", "functions", "attending"),
+    ),
+    CASES,
+)
 PLACES = [
     *(("sim-torch", kind, zero) for kind in ("dp", "2x2") for zero in (0, 1, 3)),
     *(("torch-2", "dp", zero) for zero in (0, 3)),
@@ -40,7 +47,7 @@ PLACES = [
 ROWS = [
     (*place, case, weighted)
     for place in PLACES
-    for case in (OF_EACH_KIND if place[0] in ("torch-4", "horovod-2") else CASES)
+    for case in {"torch-2": IN_TWO, "torch-4": OF_EACH_KIND, "horovod-2": OF_EACH_KIND}.get(place[0], CASES)
     for weighted in (False, True)
 ]
 

@@ -36,8 +36,15 @@ def compare(found: Any, wanted: Any) -> None:
     assert any(value != 1 for path, value in wanted["weights"].items() if path.endswith("_scale"))
 
 
-@pytest.mark.parametrize(("devices", "zero"), [(2, 0), (3, 0), (3, 3)])
-@pytest.mark.parametrize("case", CASES)
+# Three devices have unequal rows and shards, and do with whole values what they do with stored ones.
+IN_THE_SIMULATOR = [
+    (case, devices, zero)
+    for case in CASES
+    for devices, zero in ((2, 0), *unless_all(((3, 0),) if case == "attention" else (), ((3, 0),)), (3, 3))
+]
+
+
+@pytest.mark.parametrize(("case", "devices", "zero"), IN_THE_SIMULATOR)
 def test_it_trains_as_one_device_in_the_simulator(
     case: str, devices: int, zero: int, expected: Any, worlds: Worlds
 ) -> None:

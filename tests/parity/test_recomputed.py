@@ -9,25 +9,33 @@ import pytest
 
 from tests.parity.worlds import Alone, Worlds
 from tests.support.comparing import same
+from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
 
 RUN = "tests.keras.recomputed:trained"
 AS_PROGRAMS = "tests.keras.torch.promised:run"
-BLOCKS = [f"block_{k}" for k in range(3)]
+BLOCKS = [f"block_{k}" for k in range(2)]
 PLACES = [
     *(("sim-torch", kind, zero, "block") for kind, zero in (("dp", 0), ("dp", 3), ("2x2", 1), ("mp", 0))),
     ("sim-torch", "dp", 3, "attention"),
     *(("torch-2", "dp", zero, "block") for zero in (0, 3)),
     ("horovod-2", "dp", 0, "block"),
-    *(("jax-4", kind, zero, "block") for kind, zero in (("dp", 0), ("dp", 3), ("2x2", 0))),
-    ("jax-4", "dp", 0, "attention"),
+    ("jax-4", "dp", 0, "block"),
+    # XLA cuts what is recomputed as what is not: one place has another mesh, stored shards and attention at once.
+    *unless_all(
+        (("jax-4", "2x2", 3, "attention"),),
+        (
+            *(("jax-4", kind, zero, "block") for kind, zero in (("dp", 3), ("2x2", 0))),
+            *(("jax-4", kind, zero, "attention") for kind, zero in (("dp", 0), ("2x2", 3))),
+        ),
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def expected(alone: Alone) -> Any:
-    return cache(lambda keras: alone.world(keras).call(RUN, None, 0, "none")[0])
+    return cache(lambda keras, *args: alone.world(keras).call(RUN, None, 0, "none", *args)[0])
 
 
 @pytest.mark.parametrize(("setting", "kind", "zero", "remat"), PLACES)
@@ -40,8 +48,10 @@ def test_it_trains_as_one_device(setting: str, kind: str, zero: int, remat: str,
 
 
 def test_programs_recompute(expected: Any, worlds: Worlds) -> None:
-    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, "dp", 0, "block"):
-        same(found, expected("torch"))
+    """Of full batches: a ragged one would be traced once more, for as long."""
+    rows = 8
+    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, "dp", 0, "block", rows):
+        same(found, expected("torch", rows))
         assert found["_unfit"] == []
 
 

@@ -49,6 +49,14 @@ def fresh() -> None:
     keras.utils.set_random_seed(7 if is_first() else 1234)
 
 
+def made_ready(model: Any) -> Any:
+    """On TensorFlow a step that builds its optimizer is traced twice; Keras leaves it to the first. (So it is for one
+    model of tests/parity/train.py.) DTensor's driver builds it before."""
+    if keras.config.backend() == "tensorflow" and model.built and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
 def told(model: Any) -> Result:
     chosen = registry.has_current()  # on one device nobody chooses, and TensorFlow could not be given more any more
     return {

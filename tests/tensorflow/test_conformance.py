@@ -56,12 +56,12 @@ def _world(backend: Any, layout_pairs: int) -> World:
         return found
 
     return World(
-        backend=backend, array=array, numpy=numpy, vjp=vjp, layout_pairs=layout_pairs, layouts=unless_all(4, None)
+        backend=backend, array=array, numpy=numpy, vjp=vjp, layout_pairs=layout_pairs, layouts=unless_all(3, None)
     )
 
 
 def eight_devices() -> World:
-    return _world(unidist.use("tensorflow", devices=8), unless_all(4, 12))
+    return _world(unidist.use("tensorflow", devices=8), unless_all(3, 12))
 
 
 def two_devices_each() -> World:

@@ -12,7 +12,7 @@ from tests.support.sampling import SEED, WHOLE, unless_all
 from tests.torch.sharded import operators
 from tests.torch.sharded.lockstep import Case, World, on_two_axes, one_at_a_time
 
-SHARES = 4
+SHARES = 8
 SAMPLES = unless_all(1, 12)
 # What a sum becomes that is not real, and what is whole though its operand is a sum.
 ALWAYS = ("cdouble", "zeros_like")
