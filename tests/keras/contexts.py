@@ -62,8 +62,15 @@ def net(length: int) -> Any:
     return keras.Model(given, layers.Dense(WORDS, name="words")(layers.LayerNormalization()(x)))
 
 
-def trained(sizes: dict[str, int] | None, zero: int, length: int, attention: str = "auto", rows: int = ROWS) -> Result:
-    """Trains on the next token; `sizes`: of the mesh, None for one device."""
+def trained(
+    sizes: dict[str, int] | None,
+    zero: int,
+    length: int,
+    attention: str = "auto",
+    batch: int = BATCH,
+    rows: int = ROWS,
+) -> Result:
+    """Trains on the next token; `sizes`: of the mesh, None for one device. Of 5 rows a batch, places have weights."""
     fresh()
     rng = np.random.default_rng(5)
     x = rng.integers(1, WORDS, (rows, length))
@@ -78,10 +85,12 @@ def trained(sizes: dict[str, int] | None, zero: int, length: int, attention: str
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["sparse_categorical_accuracy"],
         )
-        y = np.roll(x, -1, 1)
-        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
-        evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0)
-        predicted = model.predict(x, batch_size=BATCH, verbose=0)
+        given = {"x": x, "y": np.roll(x, -1, 1), "batch_size": batch, "verbose": 0}
+        if batch != BATCH:
+            given["sample_weight"] = rng.uniform(size=x.shape).astype("float32")
+        history = model.fit(**given, epochs=2, shuffle=False).history
+        evaluated = model.evaluate(**given)
+        predicted = model.predict(x, batch_size=batch, verbose=0)
     sent = Counter(event.op for event in book.events if "context" in event.axes)
     return {
         "history": history,
@@ -92,5 +101,5 @@ def trained(sizes: dict[str, int] | None, zero: int, length: int, attention: str
     }
 
 
-def made(sizes: dict[str, int]) -> None:
-    unidist.ModelParallel(unidist.Mesh(sizes))
+def made(sizes: dict[str, int], **options: Any) -> None:
+    unidist.ModelParallel(unidist.Mesh(sizes), **options)

@@ -9,14 +9,15 @@ import pytest
 
 from tests.parity.worlds import Alone, Worlds
 from tests.support.comparing import same
-from tests.support.sampling import pairwise
+from tests.support.sampling import pairwise, unless_all
 
 pytestmark = pytest.mark.processes
 
 # Cut unevenly, and evenly.
 LENGTHS = (7, 8)
-BATCH = 4
-RUN = "tests.keras.contexts:trained"
+# Of six rows: whose numbers divide over two devices, and whose do not.
+BATCHES = (4, 5)
+RUN, MADE = "tests.keras.contexts:trained", "tests.keras.contexts:made"
 AS_PROGRAMS = "tests.keras.torch.promised:run"
 TWO, FOUR = {"context": 2}, {"context": 4}
 GRIDS = ({"data": 2, "context": 2}, {"context": 2, "model": 2})
@@ -31,9 +32,35 @@ PLACES = [
 ]
 
 
+# With Keras on JAX the compiler cuts. Where "context" is first its parts are on two processes.
+ACROSS = {"context": 2, "data": 2}
+MESHES_OF_JAX = {"sim-jax": (FOUR, *GRIDS), "jax-4": (FOUR, *GRIDS), "jax-2x2": (FOUR, *GRIDS, ACROSS)}
+EVERY_OF_JAX = [
+    (setting, str(mesh), zero, batch)
+    for setting, meshes in MESHES_OF_JAX.items()
+    for mesh in meshes
+    for zero in ((0, 1, 3) if "data" in mesh else (0,))
+    for batch in (BATCHES if "data" in mesh else BATCHES[:1])
+]
+FEW_OF_JAX = [
+    ("sim-jax", str(FOUR), 0, 4),
+    ("sim-jax", str(GRIDS[0]), 1, 5),
+    ("sim-jax", str(GRIDS[1]), 0, 4),
+    ("jax-4", str(GRIDS[0]), 0, 5),
+    ("jax-4", str(GRIDS[0]), 3, 4),
+    ("jax-2x2", str(ACROSS), 3, 4),
+    ("jax-2x2", str(FOUR), 0, 4),
+]
+
+
 @pytest.fixture(scope="module")
 def expected(alone: Alone) -> Any:
     return cache(lambda length, *args: alone.world("torch").call(RUN, None, 0, length, *args)[0])
+
+
+@pytest.fixture(scope="module")
+def of_jax(alone: Alone) -> Any:
+    return cache(lambda batch: alone.world("jax").call(RUN, None, 0, LENGTHS[1], "auto", batch)[0])
 
 
 @pytest.mark.parametrize(("setting", "mesh", "zero", "length", "attention"), pairwise(dict.fromkeys(PLACES)))
@@ -50,14 +77,36 @@ def test_it_trains_as_one_device(
 
 def test_programs(expected: Any, worlds: Worlds) -> None:
     """Of full batches: a ragged one would be traced once more, for as long."""
-    how = LENGTHS[0], "ulysses", BATCH
+    how = LENGTHS[0], "ulysses", BATCHES[0], BATCHES[0]
     for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, *how):
         same(found, expected(*how))
         assert found["_unfit"] == []
         assert found["_sent"]["all_to_all"]
 
 
-@pytest.mark.parametrize("setting", ["sim-jax", "sim-tensorflow"])
-def test_other_frameworks_refuse(setting: str, worlds: Worlds) -> None:
+@pytest.mark.parametrize(("setting", "mesh", "zero", "batch"), unless_all(FEW_OF_JAX, EVERY_OF_JAX))
+def test_the_compiler_cuts_it_as_one_device(
+    setting: str, mesh: str, zero: int, batch: int, of_jax: Any, worlds: Worlds
+) -> None:
+    sizes: dict[str, int] = eval(mesh)
+    for found in worlds.get(setting).call(RUN, sizes, zero, LENGTHS[1], "auto", batch):
+        same(found, of_jax(batch))
+        assert found["_sent"]["all_reduce"], "sums of weights' gradients"
+        assert found["_sent"]["all_gather"], "keys and values"
+
+
+@pytest.mark.parametrize("setting", ["sim-jax", "jax-2x2"])
+def test_lengths_that_do_not_divide_are_refused_by_jax(setting: str, worlds: Worlds) -> None:
+    words = r"LayoutError: an input of shape \(4, 7\): its 7 places \(dim 1\) do not divide into the 2 parts"
+    with pytest.raises(Exception, match=words):
+        worlds.get(setting).call(RUN, ACROSS, 0, LENGTHS[0])
+
+
+def test_jax_leaves_the_way_to_its_compiler(worlds: Worlds) -> None:
+    with pytest.raises(Exception, match=r"CapabilityError: attention='gather': with Keras on 'jax' the compiler"):
+        worlds.get("sim-jax").call(MADE, {"context": 4}, attention="gather")
+
+
+def test_tensorflow_refuses(worlds: Worlds) -> None:
     with pytest.raises(Exception, match=r"CapabilityError: an axis of contexts \('context',\): with Keras on"):
-        worlds.get(setting).call("tests.keras.contexts:made", {"context": 4})
+        worlds.get("sim-tensorflow").call(MADE, {"context": 4})

@@ -341,6 +341,38 @@ def test_traffic_is_that_of_the_rules() -> None:
     assert (plan.bytes_per_device, plan.gradient_bytes_per_device, plan.slot_bytes_per_device) == (held, held, 2 * held)
 
 
+def test_an_axis_of_contexts_is_not_idle() -> None:
+    import keras
+
+    def model(features: int) -> keras.Model:
+        given = keras.Input((None, 8))
+        return keras.Model(given, keras.layers.Dense(features)(given))
+
+    assert unidist.plan(model(8), unidist.Mesh({"context": 4})).idle == ""
+    idle = unidist.plan(model(7), unidist.Mesh({"context": 2, "model": 3})).idle
+    assert idle.startswith("nothing is cut over model=3: ")
+    assert unidist.plan(model(8), unidist.Mesh({"time": 2, "data": 1}), context_axis="time").context_axes == ("time",)
+
+
+def test_what_parts_of_sequences_send_and_keep_is_estimated(by_closed_forms: None) -> None:
+    """12 places on each of 2 devices of a mesh of 2 x 4: the row layer's sum, and the sums of gradients."""
+    import keras
+
+    given = keras.Input((None, 8))
+    layers = [keras.layers.Dense(16, "relu"), keras.layers.Dense(8)]
+    model = keras.Model(given, layers[1](layers[0](given)))
+    whole, plan = (
+        unidist.plan(model, unidist.Mesh(sizes), batch=2, sequence=24)
+        for sizes in ({"model": 4}, {"context": 2, "model": 4})
+    )
+    held = (8 * 16 // 4 + 16 // 4 + 16 * 8 // 4 + 8) * 4
+    sums = [(e.op, e.bytes) for e in plan.predicted.events if e.axes == ("context",)]
+    assert sums == [("all_reduce", held)]
+    of_rows = {e.bytes for e in plan.predicted.events if e.axes == ("model",)}
+    assert of_rows == {2 * 3 * 2 * 12 * 8 * 4 // 4}
+    assert plan.activation_bytes_per_device * 2 == whole.activation_bytes_per_device
+
+
 def test_states_spread_over_the_data_axis_are_counted_so() -> None:
     import keras
 

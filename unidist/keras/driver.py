@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from unidist.keras.consistency.processes import Processes
     from unidist.keras.patching.patches import Table
     from unidist.keras.strategies.strategy import UnidistDistribution
-    from unidist.ledger import Ledger
+    from unidist.planner.rehearsed import Rehearsed
 
 
 class Driver(Protocol):
@@ -89,8 +89,8 @@ class Driver(Protocol):
         sample: Any,
         batch: int,
         shared: dict[str, Axes],
-    ) -> Ledger | str:
-        """Gives what layers send in a step, for `unidist.plan`; or why it can only be estimated.
+    ) -> Rehearsed | str:
+        """Gives what layers send and keep in a step, for `unidist.plan`; or why it can only be estimated.
 
         Nothing is sent.
         """

@@ -167,8 +167,12 @@ class Activation:
     growing: int = 1
     stack: int = 0
 
+    def lengths_at(self, length: int) -> tuple[float, ...]:
+        """Returns the length of each dim, of one row, at a length of the sequence."""
+        return tuple(dim.constant + dim.slope * length for dim in self.dims)
+
     def bytes_at(self, length: int, rows: int = 1) -> float:
-        elements = prod(dim.constant + dim.slope * length for dim in self.dims)
+        elements = prod(self.lengths_at(length))
         return float(elements * self.itemsize * rows**self.growing)
 
 

@@ -14,7 +14,8 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
     layer takes or gives, once, and what an activation function inside of a layer takes, if its derivative needs that.
     What is between the layers of a pair is cut over the pair's axes. What a stack of kernels computes, or has as many
     entries as that along its first dim, is cut over the stack's axes, and all else over the data axes alone. Of a
-    weight that is cut, and that a layer without a rule gathers, the whole is kept too.
+    weight that is cut, and that a layer without a rule gathers, the whole is kept too. What has places of a sequence is
+    cut over the context axes.
     """
     found = roles(facts, layouts)
     stacks = {stack.size: axes for stack in facts.stacks if (axes := stack_axes(stack, layouts))}
@@ -24,6 +25,8 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
         cut = next((role.axes for role in of_layers if role.paired and role.name == "column"), None)
         cut = stacks.get(activation.stack or _leading(activation)) if cut is None else cut
         parts = 1 if cut is None else step.mesh.axis_size(cut)
+        if step.lengths.intersection(activation.lengths_at(step.sequence)[1:]):
+            parts *= step.contexts
         total += activation.bytes_at(step.sequence, step.rows) / parts
     ruled = {k for layer in facts.layers for k in (layer.kernel, layer.bias, layer.reverse)}
     ruled.update(k for stack in facts.stacks if stack_axes(stack, layouts) for k in stack.members)

@@ -14,6 +14,7 @@ from unidist.planner.facts import Facts, Reach, VariableFact, local_bytes
 from unidist.planner.holding import activation_bytes
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.predicting import Workload, pairs, predict, roles
+from unidist.planner.rehearsed import Rehearsed
 from unidist.strategies import Strategy, VariableLayouts
 from unidist.tables import titled
 
@@ -59,6 +60,8 @@ class Plan:
         predicted: a Ledger of one training step of `batch` rows of `sequence` places. On torch the model is called
             without values, and the ledger is that of a step; metrics are left out.
         estimated: why `predicted` is an estimate, as where a compiler chooses what is sent; "" where it is none.
+        context_axes: those that cut sequences. On torch what is kept of a step on parts of sequences is counted in the
+            call without values.
         pairs: (column paths..., row path) of the layers between which activations stay cut.
         shared: (path of a layer, axes) of those whose whole outputs each device works with in a pair, as keys of few
             heads: the devices' gradients of them are summed.
@@ -93,6 +96,7 @@ class Plan:
     activation_bytes_per_device: int = 0
     shared: tuple[tuple[str, Axes], ...] = ()
     estimated: str = ""
+    context_axes: Axes = ()
 
     @property
     def bytes_per_device(self) -> int:
@@ -118,7 +122,8 @@ class Plan:
     @property
     def idle(self) -> str:
         """Why the axes that may cut variables cut none; "" where they cut some, or there are none."""
-        axes = [(name, size) for name, size in self.mesh.axes if name not in self.data_axes and size > 1]
+        busy = (*self.data_axes, *self.context_axes)
+        axes = [(name, size) for name, size in self.mesh.axes if name not in busy and size > 1]
         if not axes or any(row.is_sharded for row in self.rows):
             return ""
         over = " and ".join(f"{name}={size}" for name, size in axes)
@@ -189,9 +194,9 @@ def to_follow(facts: Facts, mesh: Mesh, axes: Axes) -> list[Reach]:
     return [reach for reach in ended if reach.source not in paired]
 
 
-# (layouts of the variables, path of a layer -> axes of ranks that work with all that it gives) -> what layers send; or
-# why that is to be estimated.
-Rehearse = Callable[[list[Layout], dict[str, Axes]], Ledger | str]
+# (layouts of the variables, path of a layer -> axes of ranks that work with all that it gives) -> what was seen of a
+# step; or why that is to be estimated.
+Rehearse = Callable[[list[Layout], dict[str, Axes]], Rehearsed | str]
 
 
 def make_plan(
@@ -203,6 +208,7 @@ def make_plan(
     batch: int,
     sequence: int,
     rehearse: Rehearse,
+    lengths: frozenset[int] = frozenset(),
 ) -> Plan:
     """A plan from facts: by the rules of a LayoutMap, or, without one, chosen.
 
@@ -210,6 +216,7 @@ def make_plan(
         strategy: the mesh, the data axes, and how states and activations are laid out. Its rule is not asked.
         axes: the axes that may cut variables, where they are chosen.
         rehearse: gives what layers send; where it gives none, closed forms do.
+        lengths: of the sequences that context axes cut.
 
     Raises:
         LayoutError: everything about the rules that does not fit the model, together.
@@ -226,11 +233,11 @@ def make_plan(
     layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
     slots = facts.slots or [0] * len(facts.variables)
     rows = [_row(*found, strategy) for found in zip(facts.variables, choices, slots, strict=True)]
-    step = Workload(mesh, data_axes, batch, sequence)
+    step = Workload(mesh, data_axes, batch, sequence, strategy.context_axes, lengths)
     found = zip(facts.layers, roles(facts, layouts), strict=True)
     shared = {layer.path: role.meets for layer, role in found if role.meets}
-    sent = rehearse(layouts, shared if is_found else {})
-    of_layers, estimated = (None, sent) if isinstance(sent, str) else (sent, "")
+    seen = rehearse(layouts, shared if is_found else {})
+    of_layers, kept, estimated = (None, None, seen) if isinstance(seen, str) else (seen.sent, seen.kept, "")
     return Plan(
         name=facts.name,
         mesh=mesh,
@@ -245,9 +252,10 @@ def make_plan(
         sequence=sequence,
         optimizer=facts.optimizer,
         zero=strategy.zero,
-        activation_bytes_per_device=activation_bytes(facts, layouts, step),
+        activation_bytes_per_device=activation_bytes(facts, layouts, step) if kept is None else kept,
         shared=tuple(shared.items()),
         estimated=estimated,
+        context_axes=strategy.context_axes,
     )
 
 

@@ -93,17 +93,30 @@ def stack_axes(stack: StackFact, layouts: list[Layout]) -> Axes:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Describes a training step: the mesh, the axes that cut the batch, its rows, a sequence's length."""
+    """Describes a training step.
+
+    Attributes:
+        data_axes: those that cut the batch, of `batch` rows.
+        sequence: length of open dims.
+        context_axes: those that cut sequences, of these `lengths`.
+    """
 
     mesh: Mesh
     data_axes: Axes
     batch: int
     sequence: int
+    context_axes: Axes = ()
+    lengths: frozenset[int] = frozenset()
 
     @property
     def rows(self) -> int:
         """Rows of the device that has most."""
         return -(-self.batch // (self.mesh.axis_size(self.data_axes) if self.data_axes else 1))
+
+    @property
+    def contexts(self) -> int:
+        """Into how many parts sequences are cut."""
+        return self.mesh.axis_size(self.context_axes) if self.context_axes else 1
 
     def event(self, op: str, axes: Axes, full: int, purpose: str) -> Event:
         group = self.mesh.group(axes, self.mesh.devices[0])
@@ -112,7 +125,8 @@ class Workload:
     def moved(self, op: str, axes: Axes, amounts: Iterable[Amount], itemsize: int, purpose: str) -> Iterator[Event]:
         """A collective for each of the amounts of activations."""
         for amount in amounts:
-            yield self.event(op, axes, amount.at(self.rows, self.sequence) * itemsize, purpose)
+            size = amount.at(self.rows, self.sequence) // self.contexts
+            yield self.event(op, axes, size * itemsize, purpose)
 
 
 def predict(
@@ -128,7 +142,10 @@ def predict(
         layouts: as layers see the variables. triples: where these rest and where their gradients are reduced to.
         of_layers: what layers send, where it is known; else it is predicted by closed forms.
     """
-    sent = list(_of_layers(facts, layouts, step) if of_layers is None else of_layers.events)
+    if of_layers is None:
+        sent = [*_of_layers(facts, layouts, step), *_over_contexts(facts, layouts, step)]
+    else:
+        sent = list(of_layers.events)
     sent += _gradients(facts, layouts, step, triples)
     return Ledger([event for event in sent if len(event.ranks) > 1])
 
@@ -217,6 +234,17 @@ def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step
         # Over model axes each device has the whole gradient, and takes its part of it.
         if variable.trainable and set(axes) & set(step.data_axes):
             yield step.event("reduce_scatter", axes, variable.bytes, variable.path)
+
+
+def _over_contexts(facts: Facts, layouts: list[Layout], step: Workload) -> Iterator[Event]:
+    """Predicts the sum of the gradients of weights that parts of sequences used.
+
+    What attention reads is left out.
+    """
+    if step.context_axes:
+        learning = zip(facts.variables, layouts, strict=True)
+        size = sum(local_bytes(v, layout, step.mesh) for v, layout in learning if v.trainable)
+        yield step.event("all_reduce", step.context_axes, size, "weights on parts of the sequence")
 
 
 def _gradients(facts: Facts, layouts: list[Layout], step: Workload, triples: list[VariableLayouts]) -> Iterator[Event]:

@@ -107,6 +107,14 @@ class Strategy:
         state = spread(ruled, shape, self.data_axes, self.mesh, uneven=self.uneven, joint=self.joint)
         return VariableLayouts(storage=state if self.zero == 3 else ruled, compute=compute, state=state)
 
+    def cuts_places(self, shape: tuple[int, ...], is_float: bool) -> bool:
+        """Says whether the context axes cut dim 1 of a model's input: tokens, masks, or numbers of each place.
+
+        Rows of features have no places. What has fewer of them than there are parts stays whole.
+        """
+        is_sequence = len(shape) > 2 or (len(shape) == 2 and not is_float)
+        return bool(self.context_axes) and is_sequence and shape[1] >= self.mesh.axis_size(self.context_axes)
+
     def with_rule(self, layout: Layout) -> Strategy:
         """The same strategy for variables that are all laid out alike."""
         return replace(self, rule=lambda path, shape: layout)

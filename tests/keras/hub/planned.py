@@ -1,8 +1,8 @@
 """What unidist.plan says that a step sends, beside what it sends: `python -m tests.keras.hub.planned [BACKBONE ...]`.
 
 Keras on torch, virtual devices: data parallel, with ZeRO-3 (all in one unit, and in units of a layer or two), under
-found tensor parallelism, with sequences cut, and on both axes. Both are bytes of a device. Metrics are no part of a
-plan.
+found tensor parallelism, with sequences cut, over contexts, and on several axes. Both are bytes of a device. Metrics,
+and the sums of one number by which a loss adds up places, are no part of a plan.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
 from unittest import mock
 
 # Kind -> axes of the mesh.
@@ -23,12 +25,16 @@ KINDS = {
     "sequences": {"model": 2},
     "data x model": {"data": 2, "model": 2},
     "data x sequences, zero=1": {"data": 2, "model": 2},
+    "contexts": {"context": 3},
+    "contexts gathered": {"context": 2},
+    "data x contexts, zero=3": {"data": 2, "context": 2},
+    "contexts x model": {"context": 2, "model": 2},
 }
 # Bytes: a block of these backbones has six to ten times as many.
 UNIT = 2000
 
 
-def bytes_of_a_step(name: str, kind: str) -> tuple[int | float, int | float]:
+def bytes_of_a_step(name: str, kind: str) -> tuple[Fraction | int, Fraction | int]:
     """Planned, and sent in a step that is not the first."""
     import numpy as np
 
@@ -36,12 +42,10 @@ def bytes_of_a_step(name: str, kind: str) -> tuple[int | float, int | float]:
     from tests.keras.hub import zoo
 
     mesh, zero = zoo.mesh(KINDS[kind]), int((kind.partition("zero=")[2] or "0")[0])
-    in_parts = "sequences" in kind
-    strategy = (
-        unidist.ModelParallel(mesh, zero=zero, sequence_parallel=in_parts)
-        if "model" in KINDS[kind]
-        else unidist.DataParallel(mesh, zero=zero)
-    )
+    how: dict[str, Any] = {"zero": zero, "sequence_parallel": "sequences" in kind}
+    how["attention"] = "gather" if "gathered" in kind else "auto"
+    is_data = KINDS[kind].keys() == {"data"}
+    strategy = unidist.DataParallel(mesh, zero=zero) if is_data else unidist.ModelParallel(mesh, **how)
     with _units(kind), zoo.quietly(), strategy.scope():
         model = zoo.with_head(zoo.BACKBONES[name]())
         model.compile("adamw", "mse")
@@ -49,10 +53,14 @@ def bytes_of_a_step(name: str, kind: str) -> tuple[int | float, int | float]:
         model.train_on_batch(x, y)
         with unidist.ledger() as traffic:
             model.train_on_batch(x, y)
-        plan = unidist.plan(model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH, zero=zero, sequence_parallel=in_parts)
+        plan = unidist.plan(model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH, **how)
     assert not plan.estimated, plan.estimated
-    read = sum(traffic.bytes(purpose=purpose) for purpose in ("metrics", "logs"))
-    return plan.predicted.bytes(), traffic.bytes() - read
+    number = 8 if "context" in KINDS[kind] else 0
+    planned, sent = (
+        sum(e.bytes for e in ledger.events if e.purpose not in ("metrics", "logs") and e.bytes > number)
+        for ledger in (plan.predicted, traffic)
+    )
+    return planned, sent
 
 
 @contextlib.contextmanager

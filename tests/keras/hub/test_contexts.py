@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import torch
 
 import unidist
 from tests.keras.hub import zoo
 from tests.support.sampling import unless_all
-from tests.support.saving import Held
+from tests.support.saving import Held, saved_bytes
+from unidist.backends.torch.sharded.masks import Masks
 from unidist.errors import ArgumentError, CapabilityError, MeshError
 from unidist.keras.records import model_record
 
@@ -93,6 +97,51 @@ def test_backward_keeps_a_part_of_the_activations() -> None:
         one = kept_bytes(zoo.with_head(zoo.BACKBONES["llama gqa"](**sizes)), x)
     assert kept["ulysses"] <= 1.15 / ranks * one
     assert kept["gather"] <= 1.25 / ranks * one  # the keys and values of all places
+
+
+@pytest.mark.parametrize(
+    ("sizes", "attention", "queries"), [({"context": 4}, "ulysses", 1), ({"context": 2, "model": 2}, "gather", 2)]
+)
+def test_what_backward_keeps_is_planned(sizes: dict[str, int], attention: str, queries: int) -> None:
+    """To the byte: both layers' mask, of all keys and one of so many parts of the queries, is kept once, as bytes."""
+    length, wide = 64, {"hidden_dim": 64, "intermediate_dim": 128}
+    chosen = strategy(sizes, attention=attention)
+    model = zoo.train(lambda: zoo.BACKBONES["llama gqa"](**wide), chosen, steps=1).model
+    x = {name: torch.ones((1, length), dtype=torch.int32) for name in ("token_ids", "padding_mask")}
+    weights = [part for variable in model.variables for part in variable._storage.parameters()]
+    engine: Any = model_record.of(model).engine
+    with mock.patch.object(Masks, "keeping", return_value=contextlib.nullcontext()):
+        _, saved = engine.world.run(lambda frame: saved_bytes(lambda: model(x, training=True), weights))
+    plan, one = (
+        unidist.plan(model, unidist.Mesh(mesh), batch=1, sequence=length, attention=attention)
+        for mesh in (sizes, {"data": 1})
+    )
+    pairs = length * length // queries
+    assert plan.activation_bytes_per_device == saved - 2 * 4 * pairs + pairs
+    assert plan.activation_bytes_per_device < 1.15 / sizes["context"] * one.activation_bytes_per_device
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_each_collective_is_planned(zero: int) -> None:
+    """But the sums of one number, by which a loss adds up places."""
+    sizes = {"data": 2, "context": 2}
+    model = zoo.train(zoo.BACKBONES["bert"], strategy(sizes, zero=zero), steps=1).model
+    with unidist.ledger() as traffic:
+        model.train_on_batch(zoo.inputs(model), np.zeros((zoo.ROWS, 3), "float32"))
+    plan = unidist.plan(model, unidist.Mesh(sizes), batch=zoo.ROWS, sequence=zoo.LENGTH, zero=zero)
+    planned, sent = (
+        Counter((e.op, e.bytes) for e in ledger.events if e.axes == ("context",) and e.bytes > 4)
+        for ledger in (plan.predicted, traffic)
+    )
+    assert planned == sent
+
+
+def test_arrays_of_one_batch_are_cut() -> None:
+    """Which a functional model is given as they are."""
+    model = zoo.train(zoo.BACKBONES["bert"], strategy({"context": 2}), steps=1).model
+    with unidist.ledger() as traffic:
+        model.train_on_batch(zoo.inputs(model), np.zeros((zoo.ROWS, 3), "float32"))
+    assert traffic.bytes(purpose="weights on parts of the sequence")
 
 
 def kept_bytes(model: keras.Model, x: dict[str, torch.Tensor]) -> int:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from unidist.keras.feed.lockstep import Part
 from unidist.keras.feed.row_plan import RowPlan
-from unidist.keras.jax import layouts, processes
+from unidist.keras.jax import contexts, layouts, processes
 
 Segments = tuple[tuple[int, int], ...]
 
@@ -40,15 +40,15 @@ class Padded:
 def cut(tree: Any, distribution: Any) -> Any:
     """The tree with every padded array cut to its true rows.
 
-    On a mesh that cuts variables too they are whole on every device from there on. XLA's partitioner adds the rows that
-    it pads itself to what is scattered over two axes, as the gradient of an embedding (JAX 0.10).
+    On a mesh of several axes they are all on every device from there on. XLA's partitioner adds the rows that it pads
+    itself to what is scattered over two axes, as the gradient of an embedding (JAX 0.10).
     """
     is_whole = distribution is not None and layouts.has_several_axes(distribution.device_mesh.backend_mesh)
 
     def true(leaf: Any) -> Any:
         if not isinstance(leaf, Padded):
             return leaf
-        return replicate(leaf.cut(), distribution) if is_whole else leaf.cut()
+        return with_all_rows(leaf.cut(), distribution) if is_whole else leaf.cut()
 
     return jax.tree.map(true, tree, is_leaf=is_padded_leaf)
 
@@ -113,7 +113,7 @@ def _is_global(value: Any, distribution: Any) -> bool:
 
 def _place_whole(array: Any, distribution: Any) -> Any:
     rows = array.shape[0]
-    sharding = layouts.of_batch(array.shape, distribution)
+    sharding = contexts.of_batch(array, distribution)
     missing = -rows % layouts.parts_of_dim(sharding, 0)
     if not missing:
         return processes.put(array, sharding)
@@ -129,7 +129,7 @@ def _padded(array: Any, missing: int) -> Any:
 def _place_part(part: Part, distribution: Any) -> Any:
     """The global array, made of each process's own rows."""
     array = np.asarray(part.array)
-    sharding = layouts.of_batch(array.shape, distribution)
+    sharding = contexts.of_batch(array, distribution)
     plan = _row_plan(sharding)
     units = len(plan.held[jax.process_index()])
     per_unit = -(-max(part.counts) // units)
@@ -181,6 +181,11 @@ def replicate(tree: Any, distribution: Any) -> Any:
     Inside a compiled step that is a constraint, outside it a transfer.
     """
     return jax.tree.map(partial(_replicate_leaf, layouts.replicated(distribution)), tree)
+
+
+def with_all_rows(array: Any, distribution: Any) -> Any:
+    """Makes all rows of an array lie on every device. Places that are cut stay so."""
+    return _replicate_leaf(contexts.of_whole_rows(array, distribution), array)
 
 
 def _replicate_leaf(sharding: NamedSharding, value: Any) -> Any:

@@ -15,6 +15,7 @@ from unidist.keras.jax.models import reasons as reasons
 from unidist.keras.jax.models import rows as rows
 from unidist.keras.jax.saving import held as held
 from unidist.keras.jax.saving import ready as ready
+from unidist.strategies import Strategy
 
 RUNS_PROGRAMS = True
 processes = saving.processes_of
@@ -22,4 +23,6 @@ processes = saving.processes_of
 
 def rehearse(*step: object) -> str:
     """Says why traffic is an estimate."""
-    return "Keras on JAX leaves it to a compiler what is sent"
+    contexts = any(isinstance(one, Strategy) and one.context_axes for one in step)
+    besides = ", and what attention reads of other devices' places is not in it" if contexts else ""
+    return f"Keras on JAX leaves it to a compiler what is sent{besides}"

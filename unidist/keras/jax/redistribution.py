@@ -17,8 +17,9 @@ from typing import Any
 import jax
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding
+from keras import Model
 
-from unidist.keras.jax import layouts, placing, regions, zero_collectives
+from unidist.keras.jax import contexts, layouts, placing, regions, zero_collectives
 from unidist.keras.patching.compat import in_stateless_scope
 from unidist.keras.strategies.strategy import adopt
 
@@ -33,6 +34,8 @@ def calling(original: Any) -> Any:
         distribution = placing.current()
         region = None
         if distribution is not None and self.built:
+            if isinstance(self, Model):
+                args, kwargs = contexts.given((args, kwargs), distribution)
             variables = self.trainable_variables
             placed = _placements(variables, distribution)
             region = _region(distribution, variables, placed, trainable_variables)

@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from keras import StatelessScope
 from keras.layers import RNN, Wrapper
 
-from unidist.keras.jax import layouts, rowwise, zero_collectives
+from unidist.keras.jax import data, layouts, placing, rowwise, zero_collectives
 from unidist.keras.patching.compat import get_keras_mask, get_stateless_scope, set_keras_mask
 
 _active = threading.local()
@@ -301,13 +301,13 @@ def _cut(array: Any, rows: int, mesh: Any) -> Any:
 
 
 def _even(array: Any, mesh: Any) -> Any:
-    """Makes rows that do not divide, and their gradient, whole on every device of a mesh of several axes.
+    """Makes all rows that do not divide, and their gradients, lie on every device of several axes.
 
     data.cut says why.
     """
     if not layouts.has_several_axes(mesh):
         return array
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec()))
+    return data.with_all_rows(array, placing.current())
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:

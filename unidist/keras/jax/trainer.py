@@ -62,7 +62,7 @@ def compiling(original: Any) -> Any:
 
 
 def measuring(original: Any) -> Any:
-    """Wraps compute_metrics and Metric.stateless_update_state: ragged rows are whole on every device.
+    """Wraps compute_metrics and Metric.stateless_update_state: all ragged rows are on every device.
 
     XLA's partitioner counts the rows that it pads itself where AUC scatters and sums along them (JAX 0.10).
     """
@@ -76,7 +76,7 @@ def measuring(original: Any) -> Any:
 
         def made_whole(leaf: Any) -> Any:
             ragged = isinstance(leaf, jax.core.Tracer) and leaf.ndim and leaf.shape[0] % shards
-            return data.replicate(leaf, distribution) if ragged else leaf
+            return data.with_all_rows(leaf, distribution) if ragged else leaf
 
         args, kwargs = jax.tree.map(made_whole, (args, kwargs))
         return original(self, *args, **kwargs)

@@ -38,8 +38,7 @@ def settle(model: Any, distribution: Any) -> bool:
     for made in plans:
         found.add(made)
     found.keep_whole((v.path, tuple(v.shape)) for v in model.variables)
-    is_cut = strategy.in_parts and not distribution.model_axes
-    if idle := not is_cut and all(made.idle for made in plans) and plans[0].idle:
+    if idle := all(made.idle for made in plans) and plans[0].idle:
         warn(f"model {model.name!r} under {type(distribution).__name__}: {idle}")
     return True
 

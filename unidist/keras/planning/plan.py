@@ -14,17 +14,18 @@ from unidist.array import as_mesh
 from unidist.errors import LayoutError
 from unidist.keras import driver as drivers
 from unidist.keras import seeds
+from unidist.keras.patching.compat import is_float_dtype, tree
 from unidist.keras.planning import samples
 from unidist.keras.planning.facts import ended, read
 from unidist.keras.planning.valueless import let_go
 from unidist.keras.records.layer_report import in_words
 from unidist.keras.strategies.layout_maps import as_layout_map
-from unidist.keras.strategies.options import takes_uneven
-from unidist.ledger import Ledger
+from unidist.keras.strategies.options import Attention, contexts, takes_uneven
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.plan import Plan, Rehearse, make_plan, to_follow
+from unidist.planner.rehearsed import Rehearsed
 from unidist.strategies import Strategy
-from unidist.strategies.strategy import choose_axes
+from unidist.strategies.strategy import choose_axes, choose_context
 
 
 def plan(
@@ -39,6 +40,8 @@ def plan(
     batch: int | None = None,
     sequence: int = 128,
     sequence_parallel: bool = False,
+    context_axis: str | Axes | None = None,
+    attention: Attention = "auto",
 ) -> Plan:
     """Plans a model's layouts on a mesh, with reasons, bytes and the traffic of a step.
 
@@ -58,9 +61,12 @@ def plan(
         sequence: length of open dims, for the traffic.
         sequence_parallel: the traffic is that of ModelParallel(..., sequence_parallel=True), on torch. Layouts are the
             same.
+        context_axis, attention: see ModelParallel. On JAX the sums of gradients are counted, not what attention reads
+            of other devices' places.
 
     Raises:
         LayoutError: the model is not built or cannot be run; rules that do not fit, all together.
+        CapabilityError: Keras's backend cuts no sequences, or has not this choice of attention.
 
     Example:
         >>> import keras, unidist
@@ -71,12 +77,14 @@ def plan(
         576
     """
     grid = as_mesh(mesh)
-    data, axes = choose_axes(grid, data_axis, model_axis)
+    cutting = contexts(choose_context(grid, context_axis), attention, sequence_parallel)
+    data, axes = choose_axes(grid, data_axis, model_axis, cutting["context_axes"])
     rules = None if _is_auto(layout_map) else as_layout_map(layout_map, grid)
     if rules is not None and rules.mesh != grid:
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
     rows = batch if batch is not None else 8 * _places(grid, data)
-    strategy = Strategy(grid, data, zero=zero, uneven=takes_uneven(), sequence_parallel=sequence_parallel)
+    cutting |= {"zero": zero, "uneven": takes_uneven(), "sequence_parallel": sequence_parallel}
+    strategy = Strategy(grid, data, **cutting)
     rehearse = _rehearsal(model, inputs, strategy, rows, sequence)
     return _made(model, strategy, axes, rules, inputs, rows, sequence, rehearse)
 
@@ -103,13 +111,14 @@ def _made(
     with seeds.untouched(), _one_thread():
         facts = read(model, _places(mesh, axes), inputs, follow, keeps=rehearse is not None)
         how = rehearse or (lambda layouts, shared: "layouts alone were asked for")
-        made = make_plan(facts, strategy, axes, rules, batch=batch, sequence=sequence, rehearse=how)
+        lengths = _lengths(model, inputs, strategy, sequence) if rehearse is not None else frozenset()
+        made = make_plan(facts, strategy, axes, rules, batch=batch, sequence=sequence, rehearse=how, lengths=lengths)
     let_go(model)
     return made
 
 
 def _rehearsal(model: Any, inputs: Any, strategy: Strategy, batch: int, sequence: int) -> Rehearse:
-    def rehearse(layouts: list[Layout], shared: dict[str, Axes]) -> Ledger | str:
+    def rehearse(layouts: list[Layout], shared: dict[str, Axes]) -> Rehearsed | str:
         driver = drivers.current()
         if driver is None:
             return f"no driver trains with Keras on {keras.config.backend()}"
@@ -121,6 +130,16 @@ def _rehearsal(model: Any, inputs: Any, strategy: Strategy, batch: int, sequence
             return f"the model cannot be called without values ({type(error).__name__}: {in_words(error)})"
 
     return rehearse
+
+
+def _lengths(model: Any, inputs: Any, strategy: Strategy, sequence: int) -> frozenset[int]:
+    """Returns the lengths of the sequences that context axes cut."""
+    if not strategy.context_axes:
+        return frozenset()
+    given = tree.flatten(samples.sample(model, inputs, samples.ROWS, sequence))
+    dtypes = [keras.backend.standardize_dtype(x.dtype) for x in given]
+    cut = (strategy.cuts_places(tuple(x.shape), is_float_dtype(t)) for x, t in zip(given, dtypes, strict=True))
+    return frozenset(int(x.shape[1]) for x, is_cut in zip(given, cut, strict=True) if is_cut)
 
 
 @contextlib.contextmanager

@@ -64,15 +64,21 @@ def contexts(axes: Axes, attention: str, sequence_parallel: bool) -> dict[str, A
     """Returns what a Strategy holds of contexts.
 
     Raises:
-        ArgumentError: `attention` is no choice. CapabilityError: Keras's backend has no contexts, or parts of
-            sequences are asked for twice.
+        ArgumentError: `attention` is no choice. CapabilityError: Keras's backend has no contexts or no such choice, or
+            parts of sequences are asked for twice.
     """
+    name = keras.config.backend()
     if attention not in get_args(Attention):
         raise ArgumentError(f"attention={attention!r}: give one of {', '.join(map(repr, get_args(Attention)))}")
-    if axes and keras.config.backend() != "torch":
+    if axes and name == "tensorflow":
         raise CapabilityError(
-            f"an axis of contexts {axes}: with Keras on {keras.config.backend()!r} this version cuts no sequences. "
-            "Name the axis otherwise, or set KERAS_BACKEND=torch before Keras is imported"
+            f"an axis of contexts {axes}: with Keras on {name!r} this version cuts no sequences. Name the axis "
+            "otherwise, or set KERAS_BACKEND=torch or jax before Keras is imported"
+        )
+    if attention != "auto" and name != "torch":
+        raise CapabilityError(
+            f"attention={attention!r}: with Keras on {name!r} the compiler chooses how places of other devices are "
+            "read. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
         )
     if axes and sequence_parallel:
         raise CapabilityError(

@@ -184,10 +184,10 @@ class ModelParallel(UnidistDistribution):
         auto_shard_dataset: see DataParallel.
         context_axis: the axes that cut sequences. None: the axis named "context", if there is one. Dim 1 of inputs of
             whole numbers, or of three dims or more, is cut, and each device holds its places of all that the model
-            makes of them. Weights are whole along these axes. Keras on torch only.
+            makes of them. Weights are whole along these axes. Keras on torch, where lengths need not divide, or on JAX.
         attention: how places of other devices are read: "gather" gathers keys and values, "ulysses" turns queries, keys
             and values to heads and back by all_to_all (Jacobs et al. 2023, arXiv:2309.14509). "auto": whichever sends
-            less, product by product.
+            less, product by product. On JAX the compiler chooses, and only "auto" goes.
         sequence_parallel: between a layer whose sum is reduced and the next one with a cut kernel each device holds a
             part of the sequence (dim 1 of what has three dims or more): reduce_scatter and all_gather in place of
             all_reduce, and norms, dropout and residual sums on a part of the activations (Korthikanti et al. 2022,

@@ -19,6 +19,7 @@ import torch
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.backends.torch.rehearsing import RehearsingRank
 from unidist.backends.torch.sharded.autograd import serve_replaced
+from unidist.backends.torch.sharded.tensor import plain
 from unidist.keras.layer_facts import is_container, operations_of
 from unidist.keras.patching.compat import is_float_dtype, to_torch_dtype, torch_random, tree
 from unidist.keras.patching.layer_calls import bare
@@ -26,11 +27,13 @@ from unidist.keras.planning.saved_tensors import without_values
 from unidist.keras.torch import borders, carrying, features
 from unidist.keras.torch.context import entered
 from unidist.keras.torch.cutting import rows_of
-from unidist.keras.torch.layers import applying, rules, sequence
+from unidist.keras.torch.kept import Kept
+from unidist.keras.torch.layers import applying, contexts, rules, sequence
 from unidist.keras.torch.params.storage import Shardings, Storage
 from unidist.keras.torch.params.variables import DistributedVariable
 from unidist.keras.torch.world import RankWorld
 from unidist.ledger import Ledger
+from unidist.planner.rehearsed import Rehearsed
 from unidist.strategies import Strategy
 
 _MARKS = (borders.BORDER, borders.INWARD)
@@ -43,8 +46,8 @@ def rehearse(
     sample: Any,
     batch: int,
     shared: Mapping[str, Axes],
-) -> Ledger:
-    """Returns what a model's layers send in a training step of the first rank, forward and backward.
+) -> Rehearsed:
+    """Returns what a model's layers send, and keep of parts of sequences, in the first rank's step.
 
     Args:
         model: a built model. Its variables need no values, and are as before afterwards.
@@ -58,7 +61,7 @@ def rehearse(
         Exception: whatever a model raises that asks for values.
     """
     serve_replaced()
-    mesh, data_axes, in_parts = strategy.mesh, strategy.data_axes, strategy.sequence_parallel
+    mesh, data_axes = strategy.mesh, strategy.data_axes
     backend = RehearsingRank(mesh)
     world = RankWorld(mesh, backend, data_axes)
     with contextlib.ExitStack() as stack:
@@ -68,31 +71,55 @@ def rehearse(
         variables = list({id(v): v for v in model.variables}.values())
         for variable, layout in zip(variables, layouts, strict=True):
             stack.enter_context(_placed(variable, Sharding(mesh, layout, tuple(variable.shape)), world))
-        _give_rules(model, world, shared, in_parts)
+        _give_rules(model, world, shared, strategy)
         stack.enter_context(_without_drawing())
         stack.enter_context(without_values())
         frame = world.frame_for(world.ranks[0])
         frame.rows = rows_of(world, frame.rank, batch)
         given = tree.map_structure(functools.partial(_without, frame.rows.local), sample)
-        if in_parts:
-            leaves = [v._storage.leaf(frame.rank) for v in model.trainable_variables if v._storage.is_whole]
+        kept = None
+        if strategy.in_parts:
+            leaves = [v._storage.leaf(frame.rank) for v in model.trainable_variables if _is_late(v, strategy)]
             frame.shared = sequence.SharedWeights(frame, leaves)
+        if strategy.context_axes:
+            kept = Kept(p for v in model.variables for p in v._storage.parameters())
+            features.space_over(frame, strategy.context_axes).masks = kept.masks
         with entered(frame), carrying.step(frame, given) if world.cuts_rows else contextlib.nullcontext(given) as own:
-            _step(model, own)
-    return Ledger(backend.sent)
+            _step(model, own, strategy.context_axes, kept)
+    return Rehearsed(Ledger(backend.sent), None if kept is None else kept.bytes)
 
 
-def _step(model: Any, given: Any) -> None:
+def _step(model: Any, given: Any, cutting: Axes, kept: Kept | None) -> None:
     """Forward and backward; the loss is the sum of what has a gradient."""
     kwargs = {"training": True} if model._call_has_training_arg else {}
     with torch.enable_grad():
-        with keras.StatelessScope(collect_losses=True, initialize_variables=False) as scope:
+        watching = contextlib.nullcontext() if kept is None else kept.watching()
+        with keras.StatelessScope(collect_losses=True, initialize_variables=False) as scope, watching:
             out = model(given, **kwargs)
         penalties = [v.regularizer(v) for v in model.trainable_variables if v.regularizer is not None]
-        losses = [features.whole(x) for x in tree.flatten((out, scope.losses, penalties))]
+        losses = [_as_losses_take_it(x, cutting) for x in tree.flatten((out, scope.losses, penalties))]
         with_gradient = [x.sum() for x in losses if isinstance(x, torch.Tensor) and x.requires_grad]
         if with_gradient:
             functools.reduce(operator.add, with_gradient).backward()
+
+
+def _as_losses_take_it(x: Any, cutting: Axes) -> Any:
+    """Returns a tensor with all features, and this rank's places where `cutting` axes cut them.
+
+    Losses add these up.
+    """
+    if not features.is_cut(x) or not set(features.axes_of(x)) & set(cutting):
+        return features.whole(x)
+    of_places = x if x.spec.space.invariant else x.local
+    return plain(of_places.local)
+
+
+def _is_late(variable: Any, strategy: Strategy) -> bool:
+    """Returns whether a variable's gradients of parts of sequences wait for the end of backward."""
+    layout = variable._storage.sharding.layout
+    three = strategy.with_rule(layout).variable(variable.path, tuple(variable.shape))
+    is_kept = three.storage == layout
+    return is_kept and (variable._storage.is_whole or strategy.in_parts == "all")
 
 
 def _called(model: Any) -> list[Any]:
@@ -106,15 +133,18 @@ def _without(rows: int, x: Any) -> torch.Tensor:
     return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta")
 
 
-def _give_rules(model: Any, world: RankWorld, shared: Mapping[str, Axes], in_parts: bool) -> None:
+def _give_rules(model: Any, world: RankWorld, shared: Mapping[str, Axes], strategy: Strategy) -> None:
     for layer in model._flatten_layers():
         rule = rules.make_rule(layer)
         if rule is not None:
-            rule.in_parts = in_parts
+            rule.in_parts = strategy.sequence_parallel
             applying.install_rule(rule)
         if axes := shared.get(layer.path):
             applying.install_share(layer, axes)
-    sequence.give_whole(model)
+    if strategy.context_axes:
+        contexts.give(model, strategy)
+    else:
+        sequence.give_whole(model)
     if world.cuts_rows:
         borders.give(model, exact=False)
 

@@ -34,8 +34,12 @@ class Masks:
     def __init__(self) -> None:
         self._last: Callable[[], Tensor | None] = lambda: None
 
-    def keeping(self, mask: Tensor | None) -> AbstractContextManager[Any]:
-        """Inside, what torch keeps of a mask without a gradient is its bits."""
+    def keeping(self, mask: Tensor | None, *operands: Tensor) -> AbstractContextManager[Any]:
+        """Inside, what torch keeps of a mask without a gradient is its bits.
+
+        Args:
+            operands: the attention's queries, keys and values.
+        """
         if mask is None or mask.requires_grad or mask.is_meta or (bits := self._bits(mask)) is None:
             return contextlib.nullcontext()
         # Not the mask itself: what is kept holds these.

@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from unidist import events
-from unidist.algebra import Axes
 from unidist.backends.torch.sharded import Space
 from unidist.backends.torch.sharded.masks import Masks
+from unidist.keras.patching.compat import get_device
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import features
 from unidist.keras.torch.calls import around_call
@@ -44,7 +45,7 @@ def give(model: Any, strategy: Strategy) -> None:
         # What a program keeps is its compiler's.
         space.masks = None if frame.is_tracing else space.masks or Masks()
         with events.for_purpose(_WHY):
-            given = mapped(functools.partial(_cut, frame, axes), (args, kwargs))
+            given = mapped(functools.partial(_cut, frame, strategy), (args, kwargs))
             return rest(*given[0], **given[1])
 
     around_call(model, Stage.WHOLE, inside)
@@ -58,16 +59,13 @@ def _choose(space: Space, attention: str) -> None:
         space.plans.clear()
 
 
-def _cut(frame: Frame, axes: Axes, x: Any) -> Any:
+def _cut(frame: Frame, strategy: Strategy, x: Any) -> Any:
     """This rank's places of a sequence, as all of them; anything else as it is."""
-    if not isinstance(x, torch.Tensor) or not _is_sequence(x) or features.is_cut(x):
+    if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":  # of train_on_batch: a model of Keras makes tensors inside
+        x = torch.as_tensor(x, device=get_device())
+    if not isinstance(x, torch.Tensor) or features.is_cut(x):
         return x
-    dim = features.SEQUENCE
-    if x.shape[dim] < frame.world.mesh.axis_size(axes):
+    if not strategy.cuts_places(tuple(x.shape), x.is_floating_point()):
         return x
+    dim, axes = features.SEQUENCE, strategy.context_axes
     return features.given(frame, features.taken(frame, x, dim, axes), dim, x.shape[dim], axes)
-
-
-def _is_sequence(x: torch.Tensor) -> bool:
-    """Tokens, masks or numbers of each place; not rows of features."""
-    return x.ndim > 2 or (x.ndim == 2 and not x.is_floating_point())

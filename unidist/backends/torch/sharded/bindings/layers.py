@@ -106,7 +106,7 @@ def _attended(causal: bool, space: Space, parts: list[Any], args: Any, kwargs: d
         more["scale"] = args[6]
     q, k, v, *mask = parts
     given = mask[0] if mask else None
-    with nullcontext() if space.masks is None else space.masks.keeping(given):
+    with nullcontext() if space.masks is None else space.masks.keeping(given, q, k, v):
         out: Tensor = F.scaled_dot_product_attention(q, k, v, given, is_causal=causal, **more)
     if not out.numel():  # torch drops what no head needs from its graph: the other ranks wait for it in backward
         for part in parts:
