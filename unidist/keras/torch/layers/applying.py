@@ -58,21 +58,26 @@ def _what(rule: Rule) -> tuple[Any, ...]:
 
 def install_rule(rule: Rule) -> None:
     """Lets the layer be called by its rule wherever a rank is at work."""
-    apply = _APPLY[rule.kind]
 
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         if infers_shapes():
             return rest(*args, **kwargs)
         with events.for_purpose(rule.name):
-            if rule.kind in _OF_A_KERNEL and (has_more_than_its_kernel(rule.layer) or not rule.is_at_home(frame)):
-                called = _by_rules if by_rules(rule) and rule.is_at_home(frame) else _gather
-                return called(rule, frame, rest, *args, **kwargs)
-            return apply(rule, frame, rest, *args, **kwargs)
+            return _way(rule, frame)(rule, frame, rest, *args, **kwargs)
 
     around_call(rule.layer, Stage.RULE, inside)
     if rule.kind == "row":
         # Keras would refuse a shard of the features; the product itself checks their number.
         rule.layer.input_spec = None
+
+
+def _way(rule: Rule, frame: Frame) -> Callable[..., Any]:
+    """Returns how a layer is called now."""
+    if not rule.is_at_home(frame):
+        return _gather
+    if rule.kind in _OF_A_KERNEL and has_more_than_its_kernel(rule.layer):
+        return _by_rules if by_rules(rule) else _gather
+    return _APPLY[rule.kind]
 
 
 def share(layer: Any, axes: Axes) -> None:
@@ -242,8 +247,6 @@ def _whole(frame: Frame, variable: Any) -> torch.Tensor:
 
 def _stack(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """Computes with this device's kernels of a stack, as experts are: what comes is cut as they are."""
-    if not rule.is_at_home(frame):
-        return _gather(rule, frame, rest, *args, **kwargs)
     stack = {id(v) for v in stack_of(rule.layer)}
     values = {
         id(v): _as_carrier(frame, v, rule.axes) if id(v) in stack else _whole(frame, v)
