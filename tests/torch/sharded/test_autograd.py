@@ -253,6 +253,31 @@ def test_collectives_of_a_step(world: World) -> None:
     assert traffic.count() == 0
 
 
+@pytest.mark.parametrize("name", ["backward", "grad"])
+def test_what_others_replace_meanwhile_is_served(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch names the function that stands in torch.autograd, so a wrapper of somebody's is what carriers are given."""
+
+    def gradient(out: Any, w: Any) -> Any:
+        if name == "backward":
+            out.backward()
+            return w.grad
+        return torch.autograd.grad(out, w)[0]
+
+    def program(space: Space) -> list[torch.Tensor]:
+        found = []
+        for _ in range(2):  # the second one looks the function up that is known
+            w = wrap(W.clone().requires_grad_(), space.whole(W.shape))
+            found.append(gradient(loss(rows(space), w), w).whole())
+        return found
+
+    wanted = world.run(program)
+    original = getattr(torch.autograd, name)
+    monkeypatch.setattr(torch.autograd, name, lambda *args, **kwargs: original(*args, **kwargs))
+    for alone, behind in zip(wanted, world.run(program), strict=True):
+        for a, b in zip(alone, behind, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
 # What is replaced in torch ------------------------------------------------------------------------------------------
 
 

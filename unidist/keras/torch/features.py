@@ -17,7 +17,6 @@ import torch
 from unidist import events
 from unidist.algebra import Axes
 from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
-from unidist.backends.torch.sharded.autograd import serve_replaced
 from unidist.backends.torch.sharded.moving import plain_in
 from unidist.backends.torch.sharded.tensor import moved, plain
 from unidist.keras.patching.compat import get_keras_mask, set_keras_mask
@@ -41,8 +40,7 @@ def space_over(frame: Frame, axes: Axes) -> Space:
 
 
 def made(frame: Frame, axes: Axes, *, invariant: bool = False) -> Space:
-    """Makes the space of the ranks along axes. Whoever is given its carriers may ask torch for gradients."""
-    serve_replaced()
+    """Makes the space of the ranks along axes."""
     world = frame.world
     found = world.spaces[frame.rank, axes] = Space.of(world.backend, world.mesh, (axes,), invariant)
     found.exact = True  # ranks' generators stand alike in a step (drawing.py)

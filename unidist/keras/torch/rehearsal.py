@@ -18,7 +18,6 @@ import torch
 
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.backends.torch.rehearsing import RehearsingRank
-from unidist.backends.torch.sharded.autograd import serve_replaced
 from unidist.backends.torch.sharded.tensor import plain
 from unidist.keras.layer_facts import is_container, operations_of
 from unidist.keras.patching.compat import is_float_dtype, to_torch_dtype, torch_random, tree
@@ -60,7 +59,6 @@ def rehearse(
     Raises:
         Exception: whatever a model raises that asks for values.
     """
-    serve_replaced()
     mesh, data_axes = strategy.mesh, strategy.data_axes
     backend = RehearsingRank(mesh)
     world = RankWorld(mesh, backend, data_axes)

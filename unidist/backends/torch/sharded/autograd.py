@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unidist.backends.torch.sharded.binding import DIRECT
+from unidist.backends.torch.sharded.binding import AUTOGRAD, DIRECT
 from unidist.backends.torch.sharded.moving import carried, fanned, invariant
 from unidist.backends.torch.sharded.nested import PLAIN, replaced, space_of
 from unidist.backends.torch.sharded.space import Space, Spec
@@ -161,15 +161,8 @@ def _accumulated(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(x.local, lambda part: hook(x))
 
 
-def serve_replaced() -> None:
-    """torch calls `__torch_function__` with what stands in torch.autograd, which others may have replaced."""
-    for name, run in (("backward", _backward), ("grad", _grad)):
-        if (found := getattr(torch.autograd, name, None)) is not None:
-            DIRECT.setdefault(found, run)
-
-
+AUTOGRAD.update(backward=_backward, grad=_grad)
 DIRECT[Tensor.backward] = _backward
-serve_replaced()
 DIRECT[Tensor.register_hook] = _hook
 DIRECT[Tensor.register_post_accumulate_grad_hook] = _accumulated
 ShardedTensor.gradient_of = staticmethod(_gradient)

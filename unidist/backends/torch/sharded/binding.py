@@ -73,8 +73,17 @@ class Composed:
 Binding = Callable[[Call], Bound | Composed | None]
 TABLE: dict[Any, Binding] = {}
 # Called with (func, args, kwargs) at once, for what no layout matters to.
-DIRECT: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+Direct = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+DIRECT: dict[Any, Direct] = {}
+# The same for functions of torch.autograd by name. torch names whatever stands there, which others may have replaced.
+AUTOGRAD: dict[str, Direct] = {}
 EVERYWHERE = (torch, torch.Tensor, F, torch.special, torch.linalg)
+
+
+def direct(func: Any) -> Direct | None:
+    """Returns what serves a function without a plan."""
+    standing = (run for name, run in AUTOGRAD.items() if getattr(torch.autograd, name, None) is func)
+    return DIRECT.get(func) or next(standing, None)
 
 
 def functions(names: str, places: Sequence[Any] = EVERYWHERE) -> list[Any]:

@@ -41,7 +41,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every call of torch that is given a carrier."""
     handler = _handlers.get(func)
     if handler is None:
-        handler = binding.DIRECT.get(func) or (_write if writing.writes(func) else planned)
+        handler = binding.direct(func) or (_write if writing.writes(func) else planned)
         _handlers[func] = handler
     if kwargs:
         if not args and "input" in kwargs and _FIRST.isdisjoint(kwargs):

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 
 from unidist.algebra import Mesh
 from unidist.backends.local import LocalViewBackend
-from unidist.backends.torch.sharded.autograd import applied, on_wholes, serve_replaced
+from unidist.backends.torch.sharded.autograd import applied, on_wholes
 from unidist.backends.torch.sharded.nested import space_of
 from unidist.backends.torch.sharded.space import Space
 from unidist.errors import CapabilityError
@@ -121,7 +121,6 @@ def put_on() -> None:
 def space(backend: LocalViewBackend[torch.Tensor], mesh: Mesh) -> Space:
     """A mesh as the calling rank of a backend sees it. From then on torch's entrances are served."""
     put_on()
-    serve_replaced()
     return Space.of(backend, mesh)
 
 
