@@ -101,3 +101,18 @@ def test_where_a_dim_takes_one_axis_the_data_axis_cuts_another() -> None:
     assert states(Layout(None, "model"), (8, 6)) == Layout("data", "model")
     assert states(Layout("model"), (8, 3)) == Layout("model")
     assert states(Layout("model"), (8,)) == Layout("model")
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_shards_are_cut_over_the_axes_that_are_named(zero: int) -> None:
+    mesh = Mesh({"replica": 2, "shard": 4})
+    found = Strategy(mesh, ("replica", "shard"), zero=zero, shard_axes=("shard",)).variable("kernel", (8, 3))
+    assert found.state == Layout("shard")
+    assert found.storage == (Layout("shard") if zero == 3 else Layout())
+    assert found.compute == Layout(fanout=("replica", "shard"))
+
+
+def test_a_shard_axis_that_cuts_no_rows_is_refused() -> None:
+    mesh = Mesh({"data": 2, "model": 2})
+    with pytest.raises(MeshError, match="shard_axis='model': the data axes of .* are \\('data',\\)"):
+        Strategy(mesh, ("data",), zero=1, shard_axes=("model",))

@@ -20,6 +20,8 @@ KINDS = {
     "data": {"data": 2},
     "zero=3": {"data": 2},
     "zero=3 in units": {"data": 2},
+    "replicas, zero=1": {"replica": 2, "data": 2},
+    "replicas, zero=3 in units": {"replica": 2, "data": 2},
     "model": {"model": 2},
     "model of 4": {"model": 4},
     "sequences": {"model": 2},
@@ -44,8 +46,11 @@ def bytes_of_a_step(name: str, kind: str) -> tuple[Fraction | int, Fraction | in
     mesh, zero = zoo.mesh(KINDS[kind]), int((kind.partition("zero=")[2] or "0")[0])
     how: dict[str, Any] = {"zero": zero, "sequence_parallel": "sequences" in kind}
     how["attention"] = "gather" if "gathered" in kind else "auto"
-    is_data = KINDS[kind].keys() == {"data"}
-    strategy = unidist.DataParallel(mesh, zero=zero) if is_data else unidist.ModelParallel(mesh, **how)
+    if "replicas" in kind:
+        how |= {"shard_axis": "data", "data_axis": ("replica", "data")}
+    is_data = KINDS[kind].keys() <= {"replica", "data"}
+    of_data = {name: how[name] for name in ("zero", "shard_axis") if name in how}
+    strategy = unidist.DataParallel(mesh, **of_data) if is_data else unidist.ModelParallel(mesh, **how)
     with _units(kind), zoo.quietly(), strategy.scope():
         model = zoo.with_head(zoo.BACKBONES[name]())
         model.compile("adamw", "mse")

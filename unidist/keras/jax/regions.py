@@ -220,7 +220,7 @@ class _Call:
         cuts = [region.cuts.get(id(variable)) for variable in self.variables]
         cut = next(found for found in cuts if found is not None)
         values = [_given(variable, own, region) for variable, own in zip(self.variables, cuts, strict=True)]
-        shards, rows = layouts.places(cut.mesh, cut.axes), PartitionSpec(cut.axes)
+        shards, rows = layouts.places(cut.mesh, cut.rows), PartitionSpec(cut.rows)
         arrays = [
             _padded(self.leaves[place], -self.rows % shards, cut.mesh) if own else self.leaves[place]
             for place, own in zip(self.arrays, self.has_rows, strict=True)
@@ -278,7 +278,7 @@ def _given(variable: Any, cut: zero_collectives.Cut | None, region: Region) -> A
 def _spec(cut: zero_collectives.Cut | None) -> PartitionSpec:
     if cut is None:
         return PartitionSpec()
-    return cut.spec if cut.stored else PartitionSpec(cut.axes)
+    return cut.spec if cut.stored else PartitionSpec(cut.rows)
 
 
 def _whole(cut: zero_collectives.Cut | None, value: Any, dtype: str | None) -> Any:

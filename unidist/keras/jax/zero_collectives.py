@@ -32,6 +32,7 @@ class Cut:
     Attributes:
         mesh: JAX's mesh.
         axes: the data axes that cut it, major to minor.
+        rows: all data axes. Those that do not cut it hold replicas, whose gradients are added.
         dim: which dim they cut.
         outer: into how many parts other axes cut that dim before; its parts are then laid side by side, as a dim of
             their own before it.
@@ -40,6 +41,7 @@ class Cut:
 
     mesh: Mesh
     axes: Axes
+    rows: Axes
     dim: int
     outer: int
     stored: bool
@@ -72,27 +74,30 @@ class Cut:
 def cut_of(placed: Placement, data_axes: Axes) -> Cut | None:
     """Returns how the data axes cut a variable's state where layers need it whole over them; else None."""
     mesh: Any = placed.state.mesh
-    axes = tuple(axis for axis in data_axes if mesh.shape[axis] > 1)
+    rows = tuple(axis for axis in data_axes if mesh.shape[axis] > 1)
     state, compute, storage = (of_native(layout).dims for layout in (placed.state, placed.compute, placed.storage))
-    found = [dim for dim, cut in enumerate(state) if set(cut) & set(axes)]
-    if not axes or len(found) != 1 or any(set(cut) & set(axes) for cut in compute):
+    found = [dim for dim, cut in enumerate(state) if set(cut) & set(rows)]
+    if len(found) != 1 or any(set(cut) & set(rows) for cut in compute):
         return None
     (dim,) = found
+    axes = tuple(axis for axis in rows if axis in state[dim])
     others = state[dim][: -len(axes)]
     if state[dim][len(others) :] != axes:
         return None
-    return Cut(mesh, axes, dim, places(mesh, others), stored=dim < len(storage) and storage[dim] == state[dim])
+    return Cut(mesh, axes, rows, dim, places(mesh, others), stored=dim < len(storage) and storage[dim] == state[dim])
 
 
 def by_shard(cut: Cut, program: Callable[..., Any], takes: Any, gives: Any) -> Callable[..., Any]:
     """The program run by each data shard on its part. Other axes than the data's stay the compiler's."""
     return jax.shard_map(
-        program, mesh=cut.mesh, in_specs=takes, out_specs=gives, axis_names=set(cut.axes), check_vma=False
+        program, mesh=cut.mesh, in_specs=takes, out_specs=gives, axis_names=set(cut.rows), check_vma=False
     )
 
 
 def gathered(cut: Cut, shard: Any, dtype: Any = None) -> Any:
     """Inside a region: the whole value of a shard. S -> F; the adjoint is reduce_scatter.
+
+    A region adds the gradients of replicas itself, as those of all that it is given whole.
 
     Args:
         dtype: in which it is sent and given, where that is not its own. Gradients are summed in its own.
@@ -134,7 +139,7 @@ def stacked(cut: Cut, value: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _stacking(cut: Cut) -> Any:
-    stack = PartitionSpec(cut.axes)
+    stack, replicas = PartitionSpec(cut.rows), tuple(axis for axis in cut.rows if axis not in cut.axes)
 
     @jax.custom_vjp
     def fan(value: Any) -> Any:
@@ -145,7 +150,8 @@ def _stacking(cut: Cut) -> Any:
 
     def backward(_: None, gradients: Any) -> tuple[Any]:
         def reduced(own: Any) -> Any:
-            return _reduce_scatter(cut, own[0])
+            part = _reduce_scatter(cut, own[0])
+            return jax.lax.psum(part, replicas) if replicas else part
 
         return (cut.joined(by_shard(cut, reduced, stack, cut.spec)(gradients)),)
 

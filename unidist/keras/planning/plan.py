@@ -20,7 +20,7 @@ from unidist.keras.planning.facts import ended, read
 from unidist.keras.planning.valueless import let_go
 from unidist.keras.records.layer_report import in_words
 from unidist.keras.strategies.layout_maps import as_layout_map
-from unidist.keras.strategies.options import Attention, contexts, takes_uneven
+from unidist.keras.strategies.options import Attention, contexts, shards, takes_uneven
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.plan import Plan, Rehearse, make_plan, to_follow
 from unidist.planner.rehearsed import Rehearsed
@@ -42,6 +42,7 @@ def plan(
     sequence_parallel: bool = False,
     context_axis: str | Axes | None = None,
     attention: Attention = "auto",
+    shard_axis: str | Axes | None = None,
 ) -> Plan:
     """Plans a model's layouts on a mesh, with reasons, bytes and the traffic of a step.
 
@@ -55,7 +56,7 @@ def plan(
         layout_map: "auto": the layouts are found by running the model on a few small rows, with random numbers for the
             outputs of its Dense, EinsumDense, Embedding and convolution layers, and watching where a change of one
             slice of them arrives. Else a LayoutMap of unidist or of Keras, or a mapping of rules.
-        data_axis, model_axis, zero: see ModelParallel.
+        data_axis, model_axis, zero, shard_axis: see ModelParallel.
         inputs: how the model is called, where it does not say itself: arrays or KerasTensors.
         batch: rows of a global batch, for the traffic; None: 8 for each place of the data axes.
         sequence: length of open dims, for the traffic.
@@ -83,7 +84,7 @@ def plan(
     if rules is not None and rules.mesh != grid:
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
     rows = batch if batch is not None else 8 * _places(grid, data)
-    cutting |= {"zero": zero, "uneven": takes_uneven(), "sequence_parallel": sequence_parallel}
+    cutting |= {**shards(zero, shard_axis), "uneven": takes_uneven(), "sequence_parallel": sequence_parallel}
     strategy = Strategy(grid, data, **cutting)
     rehearse = _rehearsal(model, inputs, strategy, rows, sequence)
     return _made(model, strategy, axes, rules, inputs, rows, sequence, rehearse)

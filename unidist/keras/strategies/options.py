@@ -28,6 +28,7 @@ def options(
     per_tensor_rows: bool = False,
     remat: Remat = "none",
     experts: str = "all",
+    shard_axis: str | Axes | None = None,
 ) -> dict[str, Any]:
     """The rest of a Strategy, as Keras's backend can have it."""
     if sequence_parallel:
@@ -39,7 +40,7 @@ def options(
         _check(name, sequence_parallel)
     return {
         "auto_shard_dataset": auto_shard_dataset,
-        "zero": zero,
+        **shards(zero, shard_axis),
         "uneven": takes_uneven(),
         "joint": is_joint(),
         "sequence_parallel": sequence_parallel,
@@ -47,6 +48,19 @@ def options(
         "experts": experts,
         **by_carriers,
     }
+
+
+def shards(zero: int, shard_axis: str | Axes | None) -> dict[str, Any]:
+    """Returns what a Strategy holds of ZeRO.
+
+    Raises:
+        ArgumentError: axes without a stage that cuts over them.
+    """
+    if shard_axis is not None and not zero:
+        raise ArgumentError(
+            f"shard_axis={shard_axis!r} with zero=0, which cuts nothing: give zero=1 or 3, or no shard_axis"
+        )
+    return {"zero": zero, "shard_axes": (shard_axis,) if isinstance(shard_axis, str) else shard_axis}
 
 
 def _check_experts(experts: str) -> None:

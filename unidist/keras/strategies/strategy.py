@@ -132,10 +132,12 @@ class DataParallel(UnidistDistribution):
             for. Numbers stay as they are, drawn ones too.
         experts: "dispatch": of layers with stacked kernels each kernel computes the rows that it has a weight for,
             where their outputs are multiplied by weights and summed. "all": it computes all rows. Keras on torch only.
+        shard_axis: the data axis or axes that `zero` cuts over; None: all. Along the others are replicas of the shards,
+            which sum gradients of one shard's size (HSDP: Zhao et al. 2023, arXiv:2304.11277).
 
     Raises:
-        MeshError: the mesh does not fit the devices.
-        ArgumentError: `zero` is no stage, or `remat` or `experts` no choice.
+        MeshError: the mesh does not fit the devices, or `shard_axis` is no data axis.
+        ArgumentError: `zero` is no stage, or 0 with `shard_axis`; `remat` or `experts` is no choice.
         CapabilityError: `exact_random`, `per_tensor_rows` or `remat` with Keras on TensorFlow; `experts` as above.
 
     Example:
@@ -160,10 +162,11 @@ class DataParallel(UnidistDistribution):
         per_tensor_rows: bool = False,
         remat: Remat = "none",
         experts: Experts = "all",
+        shard_axis: str | Axes | None = None,
     ) -> None:
         grid = _mesh_or_all(mesh, "data")
         axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
-        more = options(auto_shard_dataset, zero, False, exact_random, per_tensor_rows, remat, experts)
+        more = options(auto_shard_dataset, zero, False, exact_random, per_tensor_rows, remat, experts, shard_axis)
         super().__init__(Strategy(grid, axes, replicated, **more))
 
 
@@ -193,7 +196,7 @@ class ModelParallel(UnidistDistribution):
             all_reduce, and norms, dropout and residual sums on a part of the activations (Korthikanti et al. 2022,
             arXiv:2205.05198). Keras on torch only.
         per_tensor_rows: see DataParallel.
-        remat, experts: see DataParallel.
+        remat, experts, shard_axis: see DataParallel.
         exact_random: see DataParallel. Pairs of layers between which a layer draws are not used: they gather.
 
     Raises:
@@ -228,8 +231,10 @@ class ModelParallel(UnidistDistribution):
         per_tensor_rows: bool = False,
         remat: Remat = "none",
         experts: Experts = "all",
+        shard_axis: str | Axes | None = None,
     ) -> None:
-        more = options(auto_shard_dataset, zero, sequence_parallel, exact_random, per_tensor_rows, remat, experts)
+        cut = auto_shard_dataset, zero, sequence_parallel
+        more = options(*cut, exact_random, per_tensor_rows, remat, experts, shard_axis)
         if isinstance(layout_map, str):
             grid = _mesh_or_all(mesh, "model")
         else:

@@ -1,0 +1,69 @@
+"""ZeRO within one of two data axes, with replicas along the other, trains as one device, and sends the closed form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity.worlds import Alone, Worlds
+from tests.support.comparing import same
+from tests.support.sampling import unless_all
+
+pytestmark = pytest.mark.processes
+
+RUN = "tests.keras.replicas:trained"
+AS_PROGRAMS = "tests.keras.torch.promised:run"
+# Along which axis shards are: ranks that follow each other, or that are apart.
+MESHES = ({"replica": 2, "shard": 2}, {"shard": 2, "replica": 2})
+ON_TORCH = ("sim-torch", "torch-4", "horovod-4")
+OTHERS = ("sim-jax", "jax-4", "jax-2x2")
+ALL = [(setting, k, zero) for setting in (*ON_TORCH, *OTHERS) for k in (0, 1) for zero in (1, 2, 3)]
+PLACES = [
+    *(("sim-torch", k, zero) for k in (0, 1) for zero in (1, 3)),
+    *(("torch-4", 0, 3), ("horovod-4", 1, 1), ("sim-jax", 0, 3), ("jax-4", 0, 1), ("jax-4", 1, 3), ("jax-2x2", 0, 3)),
+]
+
+
+@pytest.mark.parametrize(("setting", "mesh", "zero"), unless_all(PLACES, ALL))
+def test_it_trains_as_one_device(setting: str, mesh: int, zero: int, alone: Alone, worlds: Worlds) -> None:
+    framework = setting.removesuffix("-2x2").removesuffix("-4").removeprefix("sim-").replace("horovod", "torch")
+    expected = alone.world(framework).call(RUN, None)[0]
+    for found in worlds.get(setting).call(RUN, MESHES[mesh], zero, "shard"):
+        same(found, expected)
+        held(found, zero, 2)
+        if setting in ON_TORCH:
+            sent(found, zero)
+
+
+def held(found: Any, zero: int, parts: int) -> None:
+    """Each device holds a part of all, or a whole, and two slots of each part."""
+    assert found["_held"] == found["_bytes"] // (parts if zero == 3 else 1)
+    assert found["_slots"] == pytest.approx(2 * found["_bytes"] / parts, abs=16)  # the count of steps, the rate
+
+
+def sent(found: Any, zero: int) -> None:
+    """Of P bytes on 2 x 2: (n-1)/n P scattered among shards, and 2 (n-1)/n of the half that is left among replicas."""
+    once, of_gradients = found["_steps"] * found["_bytes"] / 2, {}
+    for what, size in found["_sent"].items():
+        op, axes, purpose = what.split(" ", 2)
+        assert axes != "replica" or op not in ("all_gather", "reduce_scatter")
+        if purpose == "gradient":
+            of_gradients[op, axes] = size
+    assert of_gradients == {("reduce_scatter", "shard"): once, ("all_reduce", "replica"): once}
+    gathered = found["_sent"]["all_gather shard parameters"]
+    assert gathered >= once if zero == 3 else gathered == once
+
+
+@pytest.mark.parametrize("setting", ["sim-tensorflow", "tensorflow-4"])
+def test_dtensor_cuts_rows_over_one_axis(setting: str, worlds: Worlds) -> None:
+    with pytest.raises(Exception, match="CapabilityError: DTensor shards a dim over one axis"):
+        worlds.get(setting).call(RUN, MESHES[0], 1, "shard")
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_programs(zero: int, alone: Alone, worlds: Worlds) -> None:
+    for found in worlds.get("torch-4").call(AS_PROGRAMS, RUN, MESHES[0], zero, "shard"):
+        same(found, alone.world("torch").call(RUN, None)[0])
+        assert found["_unfit"] == []
+        held(found, zero, 2)
