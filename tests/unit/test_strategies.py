@@ -114,5 +114,5 @@ def test_shards_are_cut_over_the_axes_that_are_named(zero: int) -> None:
 
 def test_a_shard_axis_that_cuts_no_rows_is_refused() -> None:
     mesh = Mesh({"data": 2, "model": 2})
-    with pytest.raises(MeshError, match="shard_axis='model': the data axes of .* are \\('data',\\)"):
+    with pytest.raises(MeshError, match="shard_axis='model': the data axes of"):
         Strategy(mesh, ("data",), zero=1, shard_axes=("model",))
