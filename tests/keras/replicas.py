@@ -22,20 +22,12 @@ def net() -> Any:
     return keras.Model(given, layers.Dense(WORDS, name="words")(layers.Dense(16, activation="relu", name="up")(x)))
 
 
-def strategy(sizes: dict[str, int], zero: int, shard_axis: str | None) -> Any:
-    mesh = unidist.Mesh(sizes)
-    if "model" not in sizes:
-        return unidist.DataParallel(mesh, zero=zero, shard_axis=shard_axis)
-    data = tuple(axis for axis in sizes if axis != "model")
-    return unidist.ModelParallel(mesh, data_axis=data, zero=zero, shard_axis=shard_axis)
-
-
-def trained(sizes: dict[str, int] | None, zero: int = 0, shard_axis: str | None = None) -> Result:
+def trained(sizes: dict[str, int] | None, zero: int = 0) -> Result:
     """Trains on the next token; `sizes`: of the mesh, None for one device."""
     fresh()
     x = np.random.default_rng(5).integers(1, WORDS, (ROWS, LENGTH))
     y = np.roll(x, -1, 1)
-    chosen = None if sizes is None else strategy(sizes, zero, shard_axis)
+    chosen = None if sizes is None else unidist.DataParallel(unidist.Mesh(sizes), zero=zero, shard_axis="shard")
     with scope(chosen):
         model = net()
         model.compile(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.worlds import Alone, Worlds
+from tests.parity.worlds import SETTINGS, Alone, Worlds
 from tests.support.comparing import same
 from tests.support.sampling import unless_all
 
@@ -27,19 +27,18 @@ PLACES = [
 
 @pytest.mark.parametrize(("setting", "mesh", "zero"), unless_all(PLACES, ALL))
 def test_it_trains_as_one_device(setting: str, mesh: int, zero: int, alone: Alone, worlds: Worlds) -> None:
-    framework = setting.removesuffix("-2x2").removesuffix("-4").removeprefix("sim-").replace("horovod", "torch")
-    expected = alone.world(framework).call(RUN, None)[0]
-    for found in worlds.get(setting).call(RUN, MESHES[mesh], zero, "shard"):
+    expected = alone.world(SETTINGS[setting].keras).call(RUN, None)[0]
+    for found in worlds.get(setting).call(RUN, MESHES[mesh], zero):
         same(found, expected)
-        held(found, zero, 2)
+        held(found, zero)
         if setting in ON_TORCH:
             sent(found, zero)
 
 
-def held(found: Any, zero: int, parts: int) -> None:
-    """Each device holds a part of all, or a whole, and two slots of each part."""
-    assert found["_held"] == found["_bytes"] // (parts if zero == 3 else 1)
-    assert found["_slots"] == pytest.approx(2 * found["_bytes"] / parts, abs=16)  # the count of steps, the rate
+def held(found: Any, zero: int) -> None:
+    """Each device holds a half of all, or a whole, and two slots of each half."""
+    assert found["_held"] == found["_bytes"] // (2 if zero == 3 else 1)
+    assert found["_slots"] == pytest.approx(found["_bytes"], abs=16)  # the count of steps, the rate
 
 
 def sent(found: Any, zero: int) -> None:
@@ -58,12 +57,12 @@ def sent(found: Any, zero: int) -> None:
 @pytest.mark.parametrize("setting", ["sim-tensorflow", "tensorflow-4"])
 def test_dtensor_cuts_rows_over_one_axis(setting: str, worlds: Worlds) -> None:
     with pytest.raises(Exception, match="CapabilityError: DTensor shards a dim over one axis"):
-        worlds.get(setting).call(RUN, MESHES[0], 1, "shard")
+        worlds.get(setting).call(RUN, MESHES[0], 1)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_programs(zero: int, alone: Alone, worlds: Worlds) -> None:
-    for found in worlds.get("torch-4").call(AS_PROGRAMS, RUN, MESHES[0], zero, "shard"):
+    for found in worlds.get("torch-4").call(AS_PROGRAMS, RUN, MESHES[0], zero):
         same(found, alone.world("torch").call(RUN, None)[0])
         assert found["_unfit"] == []
-        held(found, zero, 2)
+        held(found, zero)

@@ -116,3 +116,15 @@ def test_a_shard_axis_that_cuts_no_rows_is_refused() -> None:
     mesh = Mesh({"data": 2, "model": 2})
     with pytest.raises(MeshError, match="shard_axis='model': the data axes of"):
         Strategy(mesh, ("data",), zero=1, shard_axes=("model",))
+
+
+@pytest.mark.parametrize("named", ["other", 3, ("shard", "shard")])
+def test_what_names_no_shard_axis_is_refused_as_any_axis_is(named: object) -> None:
+    with pytest.raises(MeshError, match=r"unknown axis|named by a string|named twice"):
+        Strategy(Mesh({"replica": 2, "shard": 2}), ("replica", "shard"), zero=1, shard_axes=named)  # type: ignore[arg-type]
+
+
+def test_shard_axes_have_one_form() -> None:
+    mesh, data = Mesh({"replica": 2, "shard": 4}), ("replica", "shard")
+    assert Strategy(mesh, data, zero=1, shard_axes="shard") == Strategy(mesh, data, zero=1, shard_axes=("shard",))
+    assert Strategy(mesh, data, zero=1, shard_axes=("shard", "replica")) == Strategy(mesh, data, zero=1)

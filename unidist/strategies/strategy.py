@@ -57,7 +57,8 @@ class Strategy:
         per_tensor_rows: tensors of a batch that have other numbers of rows are cut each by its own.
         remat: which layers backward computes again, as in unidist/keras/recomputing.py.
         experts: which rows stacked kernels compute: "all", or by "dispatch" those that they have a weight for.
-        shard_axes: the data axes that ZeRO cuts over; None: all. The others hold replicas of the shards.
+        shard_axes: the data axes that ZeRO cuts over, given as one name or several; None: all. The others hold replicas
+            of the shards.
 
     Raises:
         MeshError: a data axis that the mesh has not, or a shard axis that is no data axis.
@@ -78,17 +79,19 @@ class Strategy:
     per_tensor_rows: bool = False
     remat: str | Callable[[Any], bool] = field(default="none", compare=False)
     experts: str = "all"
-    shard_axes: Axes | None = None
+    shard_axes: str | Axes | None = None
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)
         if self.zero not in STAGES:
             raise ArgumentError(f"zero={self.zero!r}: a stage of ZeRO is one of {STAGES}")
-        if strange := [axis for axis in self.shard_axes or () if axis not in self.data_axes]:
+        named = self.data_axes if self.shard_axes is None else self.mesh.check_axes(self.shard_axes)
+        if strange := [axis for axis in named if axis not in self.data_axes]:
             raise MeshError(
                 f"shard_axis={strange[0]!r}: the data axes of {self.mesh} are {self.data_axes}, and ZeRO cuts over "
                 "these alone. Name one of them, or name more by data_axis"
             )
+        object.__setattr__(self, "shard_axes", tuple(axis for axis in self.data_axes if axis in named))
 
     @property
     def model_axes(self) -> Axes:
@@ -112,7 +115,7 @@ class Strategy:
         compute = ruled.with_axis(self.data_axes, "F") if self.data_axes else ruled
         if not self.zero:
             return VariableLayouts(storage=ruled, compute=compute, state=ruled)
-        axes = tuple(axis for axis in self.data_axes if self.shard_axes is None or axis in self.shard_axes)
+        axes = self.mesh.check_axes(self.shard_axes)
         state = spread(ruled, shape, axes, self.mesh, uneven=self.uneven, joint=self.joint)
         return VariableLayouts(storage=state if self.zero == 3 else ruled, compute=compute, state=state)
 

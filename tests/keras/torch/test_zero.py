@@ -711,3 +711,9 @@ def test_a_rank_without_rows_fetches_what_the_others_do(kind, monkeypatch):
     found = contract.few(kind, 3)
     same(found, contract.few(None, 0))
     assert found["sharded"]
+
+
+@pytest.mark.parametrize("asked", [unidist.DataParallel, unidist.ModelParallel])
+def test_axes_without_a_stage_that_cuts_over_them_are_refused(asked):
+    with pytest.raises(unidist.ArgumentError, match="shard_axis='data' with zero=0, which cuts nothing"):
+        asked(unidist.Mesh({"data": 4}), shard_axis="data")

@@ -60,7 +60,7 @@ def shards(zero: int, shard_axis: str | Axes | None) -> dict[str, Any]:
         raise ArgumentError(
             f"shard_axis={shard_axis!r} with zero=0, which cuts nothing: give zero=1 or 3, or no shard_axis"
         )
-    return {"zero": zero, "shard_axes": (shard_axis,) if isinstance(shard_axis, str) else shard_axis}
+    return {"zero": zero, "shard_axes": shard_axis}
 
 
 def _check_experts(experts: str) -> None:
