@@ -24,9 +24,12 @@ from unidist.names import WHERE, load  # noqa: E402
 
 project = "unidist"
 author = "the authors of unidist"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build", "_build_doctrees"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_use_index = False
 html_title = "unidist"
 html_copy_source = False
 html_show_sphinx = False
@@ -36,6 +39,10 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b5fa5", "color-brand-content": "#0b5fa5"},
     "dark_css_variables": {"color-brand-primary": "#7ab8f5", "color-brand-content": "#7ab8f5"},
 }
+# Programs are copied without their prompts and what they print.
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "none"
@@ -96,7 +103,7 @@ def _index(groups: dict[str, list[str]]) -> str:
     for head, names in groups.items():
         rows = "\n".join(f"   * - :doc:`{name} <{_file(name)}>`\n     - {_summary(name)}" for name in names)
         listed = "\n".join(f"   {_file(name)}" for name in names)
-        parts.append(f"{head}\n{'-' * len(head)}\n\n.. list-table::\n   :widths: 30 70\n\n{rows}\n")
+        parts.append(f"{head}\n{'-' * len(head)}\n\n.. list-table::\n   :class: names\n   :widths: 30 70\n\n{rows}\n")
         parts.append(f".. toctree::\n   :hidden:\n\n{listed}\n")
     return "\n".join(parts)
 

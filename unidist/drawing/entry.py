@@ -63,7 +63,8 @@ def draw(
         title: the heading. None: it is made of what is drawn.
 
     Raises:
-        DrawingError: it cannot be drawn; the text says what can. LayoutError: a layout does not fit its mesh or shape.
+        DrawingError: it cannot be drawn; the text says what can.
+        LayoutError: a layout does not fit its mesh or shape.
 
     Example:
         >>> import unidist

@@ -27,7 +27,8 @@ def check(remat: Remat) -> None:
     """Checks the option as a strategy is made.
 
     Raises:
-        ArgumentError: no such choice. CapabilityError: Keras's backend cannot compute layers again.
+        ArgumentError: no such choice.
+        CapabilityError: Keras's backend cannot compute layers again.
     """
     if not callable(remat) and remat not in NAMES:
         raise ArgumentError(f"remat={remat!r}: give one of {NAMES}, or a function of a layer that says whether")

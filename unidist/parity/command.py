@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] = ()) -> int:
         0; 1 where a run failed or its numbers differ.
 
     Raises:
-        ParityError, MeshError: arguments that do not fit. BackendNotAvailableError: a backend is not installed.
+        ParityError, MeshError: arguments that do not fit.
+        BackendNotAvailableError: a backend is not installed.
     """
     options = _options(arguments)
     check_target(options.target)

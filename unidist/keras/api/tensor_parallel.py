@@ -39,7 +39,8 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         sequence_parallel: see ModelParallel.
 
     Raises:
-        MeshError: the devices do not fit. LayoutError: the model is not built.
+        MeshError: the devices do not fit.
+        LayoutError: the model is not built.
         BackendNotAvailableError, BackendMismatchError: the backend is not there, or not for this Keras backend.
         CapabilityError: sequence_parallel, with Keras on another backend than torch.
 

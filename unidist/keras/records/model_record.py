@@ -142,7 +142,8 @@ def adjust(model: Any, distribution: Any) -> None:
     Strict rules are checked, and the layers that backward recomputes are marked.
 
     Raises:
-        LayoutError: a strict rule matches none of its variables. CapabilityError: there is nothing to recompute.
+        LayoutError: a strict rule matches none of its variables.
+        CapabilityError: there is nothing to recompute.
     """
     known, ours = of(model), adopt(distribution)
     if known.checked is not ours:

@@ -78,7 +78,8 @@ def contexts(axes: Axes, attention: str, sequence_parallel: bool) -> dict[str, A
     """Returns what a Strategy holds of contexts.
 
     Raises:
-        ArgumentError: `attention` is no choice. CapabilityError: Keras's backend has no contexts or no such choice, or
+        ArgumentError: `attention` is no choice.
+        CapabilityError: Keras's backend has no contexts or no such choice, or
             parts of sequences are asked for twice.
     """
     name = keras.config.backend()

@@ -200,7 +200,8 @@ class ModelParallel(UnidistDistribution):
         exact_random: see DataParallel. Pairs of layers between which a layer draws are not used: they gather.
 
     Raises:
-        MeshError: the mesh does not fit the devices. LayoutError: the layout map is for another mesh.
+        MeshError: the mesh does not fit the devices.
+        LayoutError: the layout map is for another mesh.
         CapabilityError: the backend in use cannot do it.
         ArgumentError: `zero` is no stage, or `remat` no choice.
 
