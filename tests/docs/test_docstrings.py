@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def test_a_public_name_has_an_example(name: str) -> None:
     for imported in () if name in docs else source.parent.glob("*.py"):
         docs |= _docstrings(imported)
     assert ">>> " in docs[name]
+
+
+def test_each_error_has_a_line_of_its_own() -> None:
+    """Sphinx would take the second one for a sentence about the first."""
+    second = re.compile(r"^ +(?:\w+Error, )*\w+Error: .*[.;] \w+Error: .*$", flags=re.MULTILINE)
+    assert {p.name: found for p in PACKAGE.rglob("*.py") if (found := second.findall(p.read_text()))} == {}
 
 
 def _docstrings(source: Path) -> dict[str, str]:
