@@ -445,6 +445,24 @@ def test_optimizers(name, strategy):
     assert all(row.is_sharded for row in unidist.describe(found.model).rows if "a_kernel" in row.path)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_muon_gathers_each_matrix_once(zero):
+    """Products of parts would send each some ten times."""
+    x, y = features(8, out=4)
+    with unidist.ledger() as book:
+        found = train(even, x, y, unidist.DataParallel(zero=zero), optimizer=OPTIMIZERS["muon"])
+    assert_equal(found, train(even, x, y, optimizer=OPTIMIZERS["muon"]))
+    matrices = {
+        v.path: Fraction(4 * int(np.prod(v.shape)) * 3, 4) for v in found.model.trainable_variables if v.ndim == 2
+    }
+    steps = len(found.losses)
+    own = [event for event in book.events if event.purpose in matrices]
+    assert len(own) == steps * len(matrices)
+    assert all(event.op == "all_gather" and event.bytes == matrices[event.purpose] for event in own)
+    known = ("gradient", "parameters", "metrics", "logs", *matrices)
+    assert {event.purpose for event in book.events} <= set(known)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_that_update_a_few_variables_at_a_time(name, monkeypatch):
     x, y = features()

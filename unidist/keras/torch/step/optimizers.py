@@ -18,7 +18,7 @@ from unidist.keras.patching.compat import (
     TorchParallelOptimizer,
     in_stateless_scope,
 )
-from unidist.keras.patching.patches import Hook, calling
+from unidist.keras.patching.patches import Hook, calling, no_model
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params import placing, seen, sharded_norms
@@ -50,6 +50,13 @@ def hooks() -> tuple[Hook, ...]:
         Hook(BaseOptimizer, "_clip_gradients", calling(_clip_gradients), "norms of whole variables"),
         Hook(BaseOptimizer, "_backend_update_step", calling(_backend_update_step), parts),
         Hook(TorchParallelOptimizer, "_backend_update_step", calling(_update_in_turns), parts),
+        Hook(
+            "keras.optimizers:Muon",
+            "zeropower_via_newtonschulz5",
+            calling(_orthogonalized),
+            "a matrix in parts is gathered once",
+            needed=no_model,
+        ),
         Hook(
             LossScaleOptimizer,
             "check_finite",
@@ -184,6 +191,11 @@ def _backend_update_step(original: Any, self: Any, grads: Any, trainable_variabl
             whole = seen.carried(variable._storage, grad) if placing.is_placed(variable) else grad
             self.update_step(whole, variable, learning_rate)
     return None
+
+
+def _orthogonalized(original: Any, self: Any, x: Any, steps: int) -> Any:
+    """Makes Muon's update of a whole matrix, as its products of parts would send each several times."""
+    return original(self, carrying.whole(x), steps)
 
 
 def _update_in_turns(original: Any, self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
