@@ -52,9 +52,12 @@ def has_more_than_its_kernel(layer: Any) -> bool:
     return bool(more_than_its_kernel(layer))
 
 
-def has_low_rank(layer: Any) -> bool:
-    """Returns whether it adds the product of two low-rank kernels (LoRA) to its kernel, and nothing else."""
-    return bool(getattr(layer, "lora_enabled", False)) and not getattr(layer, "quantization_mode", None)
+def keeps_to_its_kernel(layer: Any) -> bool:
+    """Returns whether all that it computes with goes along a cut of its kernel.
+
+    Low-rank kernels (LoRA) do, and the scales of a kernel in int8 or float8. Others pack the kernel, or group its dims.
+    """
+    return getattr(layer, "quantization_mode", None) in (None, "int8", "float8")
 
 
 def more_than_its_kernel(layer: Any) -> str:

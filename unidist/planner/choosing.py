@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unidist.algebra import Axes, Layout, Mesh
-from unidist.planner.facts import Facts, LayerFact, Reach, StackFact, VariableFact, cut_dim, low_rank_layouts, meetings
+from unidist.planner.facts import Facts, LayerFact, Reach, StackFact, VariableFact, cut_dim, meetings
 
 # What no pair asks for is cut only where it pays: above this size, or this part of the model.
 LARGE_BYTES = 1 << 20
@@ -49,8 +49,8 @@ class Chooser:
                 if layer.kernel not in self.choices:
                     self._alone(layer)
             for layer in self.facts.layers:
-                if layer.low_rank is not None and layer.kernel in self.choices:
-                    self._low_rank(layer.kernel, layer.low_rank)
+                if layer.kernel in self.choices:
+                    self._as_kernel(layer)
             for stack in self.facts.stacks:
                 self._stack(stack)
             for index, variable in enumerate(self.facts.variables):
@@ -108,9 +108,11 @@ class Chooser:
                 why = f"{shape} has no {self.parts} equal parts that meet those of {nearby(layer.path, other.path)}"
                 self._cut_outputs(other, dims[0], f"column: its outputs are gathered, {why}")
 
-    def _low_rank(self, kernel: int, added: tuple[int, int]) -> None:
-        layouts = low_rank_layouts(self.choices[kernel].layout, len(self.facts.variables[kernel].shape))
-        for index, layout in zip(added, layouts, strict=True):
+    def _as_kernel(self, layer: LayerFact) -> None:
+        kernel = self.choices[layer.kernel].layout
+        for index, along in layer.beside:
+            cuts = [cut_dim(along[dim], axes) for dim, axes in enumerate(kernel.dims) if axes and dim in along]
+            layout = cuts[0] if cuts else Layout()
             reason = (
                 "as its layer's kernel" if layout.dims else "replicated: its layer's kernel is cut along another dim"
             )

@@ -90,8 +90,8 @@ class LayerFact:
         kernel, bias: indices of its variables. `reverse`: a table's kernel back to the vocabulary, where it has one.
         outputs: kernel dim -> the bias's dim along it, None where the bias has none.
         inputs: kernel dims that the product sums over.
-        low_rank: indices of two kernels whose product is added to the layer's own (LoRA): the first has its leading
-            dims, the second its last one.
+        beside: indices of what is cut as the kernel is, each with kernel dim -> its own dim along that one: low-rank
+            kernels whose product is added to it (LoRA), scales and histories of a quantized one.
         calls: of a table: its look-ups. `scores`: a table's calls back to the vocabulary.
         read_elsewhere: whether something else reads its variables.
     """
@@ -103,7 +103,7 @@ class LayerFact:
     reverse: int | None = None
     outputs: dict[int, int | None] = field(default_factory=dict)
     inputs: tuple[int, ...] = ()
-    low_rank: tuple[int, int] | None = None
+    beside: tuple[tuple[int, dict[int, int]], ...] = ()
     calls: Calls = Calls()
     scores: Calls = Calls()
     read_elsewhere: bool = False

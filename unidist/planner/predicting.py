@@ -157,8 +157,8 @@ def _of_layers(facts: Facts, layouts: list[Layout], step: Workload) -> Iterator[
     for layer, role in zip(facts.layers, found, strict=True):
         known |= {k for k in (layer.kernel, layer.bias, layer.reverse) if k is not None}
         yield from _of_layer(facts, layouts, layer, role, step, shared)
-        known |= set(layer.low_rank or ())
-        yield from _low_rank(facts, layouts, layer, role, step)
+        known |= {index for index, _ in layer.beside}
+        yield from _beside(facts, layouts, layer, role, step)
     for stack in facts.stacks:
         if axes := stack_axes(stack, layouts):
             known |= set(stack.members)
@@ -202,14 +202,14 @@ def _of_layer(
         yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, why)
 
 
-def _low_rank(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Workload) -> Iterator[Event]:
+def _beside(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Workload) -> Iterator[Event]:
     """Yields the sum of the gradient of that low-rank kernel of two which is whole.
 
     The product of the two is added to a kernel that is cut.
     """
     if role.name in ("column", "row"):
-        for index in layer.low_rank or ():
-            if not layouts[index].dims and facts.variables[index].trainable:
+        for index, along in layer.beside:
+            if along and not layouts[index].dims and facts.variables[index].trainable:
                 for _ in range(layer.calls.count):
                     yield step.event("all_reduce", role.axes, facts.variables[index].bytes, layer.path)
 

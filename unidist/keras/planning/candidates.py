@@ -8,7 +8,8 @@ from typing import Any
 
 import keras
 
-from unidist.keras.layers import children, computes_as, has_low_rank, has_more_than_its_kernel
+from unidist.keras.layer_facts import overwritten
+from unidist.keras.layers import children, computes_as, has_more_than_its_kernel, keeps_to_its_kernel
 from unidist.keras.patching.compat import BaseConv
 
 RECURRENT_CELLS = (keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.ConvLSTM1D)
@@ -24,7 +25,8 @@ class Candidate:
         outputs: kernel dim -> dim of the layer's output that a cut of it cuts (counted from the end where negative).
         inputs: kernel dim -> dim of the layer's input.
         biases: kernel dim -> the bias's dim along it, or None.
-        low_rank: two kernels whose product is added to the kernel, or none.
+        beside: what is cut as the kernel is: each variable with kernel dim -> its own dim along that one. Such are
+            two kernels whose product is added to the kernel (LoRA), and the scales and histories of a quantized one.
     """
 
     layer: Any
@@ -35,28 +37,42 @@ class Candidate:
     outputs: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     biases: dict[int, int | None] = field(default_factory=dict)
-    low_rank: tuple[Any, ...] = ()
+    beside: tuple[tuple[Any, dict[int, int]], ...] = ()
 
     @property
     def variables(self) -> list[Any]:
-        return [v for v in (self.kernel, self.bias, self.reverse, *self.low_rank) if v is not None]
+        return [v for v in (self.kernel, self.bias, self.reverse, *(v for v, _ in self.beside)) if v is not None]
 
 
 def candidate(layer: Any) -> Candidate | None:
     """Returns the candidate that a layer is, or None.
 
-    None for one of another class, with quantized kernels, a table with low-rank ones, or one that was never called and
+    None for one of another class, with a packed kernel, a table with more than one, or one that was never called and
     has no kernel.
     """
-    if not layer.built or (has_more_than_its_kernel(layer) and not has_low_rank(layer)):
+    if not layer.built or not keeps_to_its_kernel(layer):
         return None
     found = _find(layer)
-    if found is None or found.kernel is None or not has_low_rank(layer):
-        return found if found is not None and found.kernel is not None else None
-    if found.kind != "product":
+    if found is None or found.kernel is None:
         return None
-    found.low_rank = layer.lora_kernel_a, layer.lora_kernel_b
+    if has_more_than_its_kernel(layer):
+        if found.kind != "product":
+            return None
+        found.beside = tuple(_beside(layer, found))
     return found
+
+
+def _beside(layer: Any, found: Candidate) -> Iterator[tuple[Any, dict[int, int]]]:
+    last = len(found.kernel.shape) - 1
+    if getattr(layer, "lora_enabled", False):
+        yield layer.lora_kernel_a, {dim: dim for dim in range(last)}
+        yield layer.lora_kernel_b, {last: 1}
+    if layer.quantization_mode == "int8":
+        # It meets the outputs as a bias does, aligned from the end.
+        scale, shape = layer.kernel_scale, found.kernel.shape
+        aligned = {dim: len(scale.shape) + out for dim, out in found.outputs.items() if out < 0}
+        yield scale, {dim: own for dim, own in aligned.items() if own >= 0 and scale.shape[own] == shape[dim]}
+    yield from ((variable, {}) for variable in overwritten(layer))
 
 
 def _find(layer: Any) -> Candidate | None:

@@ -27,6 +27,7 @@ from unidist.keras.torch import features
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.carrying import space_at, summand, wrapped
 from unidist.keras.torch.context import Frame, Rows, infers_shapes
+from unidist.keras.torch.layers.rules import is_sharded
 from unidist.keras.torch.structures import mapped
 from unidist.propagation.layouts import Cut
 
@@ -204,10 +205,11 @@ class Inward:
     def _rounded(self, space: Space) -> dict[int, torch.Tensor]:
         """Returns id -> the bias of a layer in float8, as a carrier; nothing for others.
 
-        Keras rounds that bias, and so its gradient: on carriers, the sum of all shards'.
+        Keras rounds that bias, and so its gradient: on carriers, the sum of all shards'. One that is cut the layer's
+        rule carries.
         """
         bias = getattr(self._subject, "bias", None)
-        if bias is None or not overwritten(self._subject):
+        if bias is None or not overwritten(self._subject) or is_sharded(bias):
             return {}
         return {id(bias): wrap(bias.value, space.whole(bias.value.shape))}
 
@@ -239,7 +241,7 @@ def _left(here: Frame, rows: Rows, x: Any) -> Any:
         return x
     state = Cut(0, rows.sizes)
     if x.ndim and x.shape[0] == rows.total and not x.spec.partial:
-        local = moved(x, (state,))
+        local = moved(x, (state,), nested=True)
         if (mask := get_keras_mask(x)) is not None:
             set_keras_mask(local, _left(here, rows, mask))
         return local

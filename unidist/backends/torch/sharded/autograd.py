@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unidist.backends.torch.sharded.binding import AUTOGRAD, DIRECT
-from unidist.backends.torch.sharded.moving import carried, fanned, invariant
+from unidist.backends.torch.sharded.moving import carried, fanned, invariant, plain_in
 from unidist.backends.torch.sharded.nested import PLAIN, replaced, space_of
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.backends.torch.sharded.tensor import (
@@ -43,11 +43,11 @@ def seed(y: ShardedTensor, gradient: Any) -> Tensor:
     return torch.full_like(plain(y.local), spec.space.fraction(alike))
 
 
-def _in_dual(x: ShardedTensor, gradient: Any) -> Tensor:
+def _in_dual(x: ShardedTensor, gradient: Any, *, nested: bool = False) -> Tensor:
     """Returns a gradient in the dual layout of what it is the gradient of.
 
     One that is whole where a partial one is wanted is shared by all: zeros on other ranks would meet infinite
-    derivatives.
+    derivatives. `nested`: a carrier inside stays.
     """
     carrier = type(gradient) is ShardedTensor
     if carrier and gradient.spec is x.spec.dual:
@@ -60,7 +60,7 @@ def _in_dual(x: ShardedTensor, gradient: Any) -> Tensor:
     if part.dtype == torch.complex32:  # which torch does not scale
         shared = []
     if carrier and not shared:
-        return moved(gradient, dual)
+        return moved(gradient, dual, nested=nested)
     states = tuple(PARTIAL if axis in shared else state for axis, state in enumerate(have))
     own = space.fraction(shared)
     return carried(space, part if own == 1 else part * own, states, dual)
@@ -205,12 +205,21 @@ class OwnGradient:
         self._function = function
         self._specs: list[Spec | None] = []
 
-    def __call__(self, space: Space, args: Args) -> ShardedTensor:
+    def __call__(self, space: Space, args: Args) -> Tensor:
         given = [current(x) if type(x) is ShardedTensor and x.aside is not None else x for x in args]
-        given = [wrap(x, space.whole(x.shape)) if type(x) in PLAIN else x for x in given]
+        self._leaves = [space.invariant and type(x) in PLAIN and x.is_leaf for x in given]
+        given = [_entered(space, x) if _is_other(x, space) else x for x in given]
         self._specs = [x.spec if type(x) is ShardedTensor else None for x in given]
-        local: Tensor = _ByRules.apply(self, *map(_local, given))  # type: ignore[no-untyped-call]
-        return wrap(local, self._out)
+        parts = [x.local if type(x) is ShardedTensor else x for x in given]
+        inner = space_of(parts)
+        if inner is None:
+            local: Tensor = _ByRules.apply(self, *parts)  # type: ignore[no-untyped-call]
+        else:
+            local = OwnGradient(self._on_parts)(inner, tuple(parts))
+        return local if self._is_plain else wrap(local, self._out)
+
+    def _on_parts(self, *parts: Any) -> tuple[Tensor, Callable[..., Any]]:
+        return self.forward(parts), lambda *given, upstream: self.backward(given, upstream)
 
     def _carriers(self, parts: Args) -> list[Any]:
         return [x if spec is None else wrap(x, spec) for x, spec in zip(parts, self._specs, strict=True)]
@@ -221,16 +230,36 @@ class OwnGradient:
             space = next(spec for spec in self._specs if spec is not None).space
             out = wrap(out, space.whole(out.shape))
         self._out: Spec = out.spec
+        # Its gradient then comes whole to every rank.
+        self._is_plain = self._out.whole and self._out.space.invariant
         return out.local
 
     def backward(self, parts: Args, gradient: Tensor) -> tuple[Any, ...]:
         given = self._carriers(parts)
-        found = self._gradients(*given, upstream=wrap(gradient, self._out.dual))
+        found = self._gradients(*given, upstream=wrap(gradient, self._out if self._is_plain else self._out.dual))
         found = found if isinstance(found, tuple) else (found,)
         return tuple(
-            None if g is None or type(x) is not ShardedTensor else _in_dual(x, g)
-            for x, g in zip(given, found, strict=True)
+            None if g is None or type(x) is not ShardedTensor else _whole(g) if leaf else _in_dual(x, g, nested=True)
+            for x, g, leaf in zip(given, found, self._leaves, strict=True)
         )
+
+
+def _entered(space: Space, x: Tensor) -> Tensor:
+    whole = space.whole(x.shape)
+    alike = type(x) in PLAIN and x.is_leaf
+    return wrap(x if alike else plain_in(space, x, whole.states), whole)
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """Returns the gradient of what every rank holds alike: most often it is whole, as a next value is."""
+    if type(gradient) is not ShardedTensor:
+        return gradient
+    return moved(gradient, gradient.spec.space.whole(gradient.shape).states)
+
+
+def _is_other(x: Any, space: Space) -> bool:
+    """Returns whether each rank has all of a tensor: a plain one, or a carrier of a space inside of this."""
+    return type(x) in PLAIN or (type(x) is ShardedTensor and x.spec.space is not space)
 
 
 class _ByRules(torch.autograd.Function):

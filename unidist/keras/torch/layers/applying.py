@@ -15,6 +15,7 @@ import torch
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
+from unidist.backends.torch.sharded import wrap
 from unidist.keras.layer_facts import stack_of
 from unidist.keras.layers import has_more_than_its_kernel
 from unidist.keras.patching.compat import ops, set_keras_mask
@@ -22,6 +23,7 @@ from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import features
 from unidist.keras.torch.activation_redistribute import WHOLE, cut_dim, fanned, move, partial
 from unidist.keras.torch.calls import around_call
+from unidist.keras.torch.carrying import space_at
 from unidist.keras.torch.context import Frame, infers_shapes
 from unidist.keras.torch.layers import sequence
 from unidist.keras.torch.layers.rules import Rule, by_rules, cut_variables, make_rule
@@ -68,7 +70,8 @@ def install_rule(rule: Rule) -> None:
     around_call(rule.layer, Stage.RULE, inside)
     if rule.kind == "row":
         # Keras would refuse a shard of the features; the product itself checks their number.
-        rule.layer.input_spec = None
+        given = rule.layer.input_spec
+        rule.layer.input_spec = given and keras.layers.InputSpec(ndim=given.ndim, min_ndim=given.min_ndim)
 
 
 def _way(rule: Rule, frame: Frame) -> Callable[..., Any]:
@@ -266,12 +269,17 @@ def _by_rules(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -
 
 
 def _as_carrier(frame: Frame, variable: Any, axes: Axes) -> torch.Tensor:
-    """A variable that `axes` cut along one dim, as a carrier; any other gathered."""
+    """A variable that `axes` cut along one dim, as a carrier; any other gathered.
+
+    Amid the rows of all shards it has the whole of these: what rounds it rounds the sum of their gradients.
+    """
     dims = [dim for dim, own in enumerate(variable._storage.layout.dims) if own == axes]
     if len(dims) != 1:
         return _whole(frame, variable)
     shard = _shard(frame, variable, dims[0], axes)
-    return features.given(frame, shard, dims[0], variable.shape[dims[0]], axes)
+    out = features.given(frame, shard, dims[0], variable.shape[dims[0]], axes)
+    is_carried = frame.carried is not None and frame.world.cuts_rows
+    return wrap(out, space_at(frame).whole(out.shape)) if is_carried else out
 
 
 def _gather(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:

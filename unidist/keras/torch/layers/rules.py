@@ -13,7 +13,7 @@ import keras
 
 from unidist.algebra import Axes
 from unidist.keras.layer_facts import stack_of
-from unidist.keras.layers import computes_as, has_low_rank, more_than_its_kernel, own_call
+from unidist.keras.layers import computes_as, keeps_to_its_kernel, more_than_its_kernel, own_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params.variables import DistributedVariable
 
@@ -85,11 +85,8 @@ def told(rule: Rule) -> str:
 
 
 def by_rules(rule: Rule) -> bool:
-    """Returns whether a layer with more than its kernel computes with carriers of its weights.
-
-    Its low-rank kernels are added to the kernel as it is.
-    """
-    return rule.kind in ("column", "row") and has_low_rank(rule.layer)
+    """Returns whether a layer with more than its kernel computes with carriers of its weights."""
+    return rule.kind in ("column", "row") and keeps_to_its_kernel(rule.layer)
 
 
 def _gathered(reason: str) -> str:
@@ -123,7 +120,7 @@ def _found(layer: Any) -> Rule | str:
         name, base = type(layer).__name__, own_call(layer)
         what = f"computes otherwise than the {base} that it inherits from" if base else "has no rule for shards"
         return f"a {name} {what}"
-    more = "" if has_low_rank(layer) else more_than_its_kernel(layer)
+    more = "" if keeps_to_its_kernel(layer) else more_than_its_kernel(layer)
     return f"it {more}" if more else finder(layer)
 
 

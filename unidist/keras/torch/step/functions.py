@@ -15,7 +15,7 @@ import torch
 
 from unidist.backends.torch.sharded import entrances, wrap
 from unidist.backends.torch.sharded.autograd import OwnGradient
-from unidist.backends.torch.sharded.nested import PLAIN
+from unidist.backends.torch.sharded.nested import PLAIN, space_of
 from unidist.errors import CapabilityError
 from unidist.keras.needs import own_code
 from unidist.keras.patching.compat import CustomGradientFunction, torch_core
@@ -53,11 +53,13 @@ def _applied_to_wholes(original: Any) -> Any:
         if kind is entrances.CHECKPOINT and frame is not None:
             return torch_core.remat(args[0])(*args[2:])
         called = functools.partial(of_kind(None, kind), **kwargs)
+        space = None
         if frame is not None and frame.carried is not None and frame.world.cuts_rows and _is_users(kind):
             # Of what each rank has the whole of, as a weight, the gradient is a summand.
             space = carrying.space_at(frame)
-            if kind is CustomGradientFunction:
-                return OwnGradient(args[0])(space, tuple(map(seen.whole, args[1:])))
+        if kind is CustomGradientFunction and (space := space or space_of(args)) is not None:
+            return OwnGradient(args[0])(space, tuple(map(seen.whole, args[1:])))
+        if space is not None:
             args = tuple(wrap(x, space.whole(x.shape)) if _has_gradient(x) else x for x in args)
         return called(*map(seen.whole, args))
 

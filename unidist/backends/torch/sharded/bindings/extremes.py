@@ -8,7 +8,7 @@ import torch
 
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.sharded.moving import carried
-from unidist.backends.torch.sharded.tensor import ShardedTensor, moved, wrap
+from unidist.backends.torch.sharded.tensor import ShardedTensor, moved, plain, wrap
 from unidist.propagation.layouts import WHOLE, Cut, States
 
 Tensor = torch.Tensor
@@ -22,10 +22,10 @@ def extreme(name: str, dims: Dims, keeps: bool, x: ShardedTensor, *said: Any, **
     axis, cut = next(
         (axis, state) for axis, state in enumerate(spec.states) if isinstance(state, Cut) and state.dim in dims
     )
-    part = moved(x, spec.states)
+    part = moved(x, spec.states, nested=not (x.requires_grad and torch.is_grad_enabled()))
     if not part.shape[cut.dim]:  # an empty part has the least of all, and stays in the graph
         part = torch.cat([part, part.new_full(_one(part, cut.dim), _least(name, part.dtype))], cut.dim)
-    own = getattr(torch, name)(part, dims, keepdim=True)
+    own = plain(getattr(torch, name)(part, dims, keepdim=True))
     ones = Cut(cut.dim, (1,) * len(cut.sizes))
     have: States = tuple(ones if k == axis else state for k, state in enumerate(spec.states))
     want: States = tuple(WHOLE if k == axis else state for k, state in enumerate(spec.states))
