@@ -22,13 +22,28 @@ def net() -> Any:
     return keras.Model(given, layers.Dense(WORDS, name="words")(layers.Dense(16, activation="relu", name="up")(x)))
 
 
+def strategy(sizes: dict[str, int], zero: int) -> Any:
+    if "model" in sizes:
+        data = ("replica", "shard")
+        return unidist.ModelParallel(unidist.Mesh(sizes), data_axis=data, zero=zero, shard_axis="shard")
+    return unidist.DataParallel(unidist.Mesh(sizes), zero=zero, shard_axis="shard")
+
+
+def on_eight(sizes: dict[str, int], zero: int) -> Result:
+    """With eight virtual devices, whatever this process has."""
+    unidist.use("sim", devices=8)
+    try:
+        return trained(sizes, zero)
+    finally:
+        unidist.use("sim", devices=4)
+
+
 def trained(sizes: dict[str, int] | None, zero: int = 0) -> Result:
     """Trains on the next token; `sizes`: of the mesh, None for one device."""
     fresh()
     x = np.random.default_rng(5).integers(1, WORDS, (ROWS, LENGTH))
     y = np.roll(x, -1, 1)
-    chosen = None if sizes is None else unidist.DataParallel(unidist.Mesh(sizes), zero=zero, shard_axis="shard")
-    with scope(chosen):
+    with scope(None if sizes is None else strategy(sizes, zero)):
         model = net()
         model.compile(
             keras.optimizers.AdamW(0.01, epsilon=1e-3, global_clipnorm=1.0),

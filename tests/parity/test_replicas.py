@@ -13,6 +13,7 @@ from tests.support.sampling import unless_all
 pytestmark = pytest.mark.processes
 
 RUN = "tests.keras.replicas:trained"
+ON_EIGHT = "tests.keras.replicas:on_eight"
 AS_PROGRAMS = "tests.keras.torch.promised:run"
 # Along which axis shards are: ranks that follow each other, or that are apart.
 MESHES = ({"replica": 2, "shard": 2}, {"shard": 2, "replica": 2})
@@ -52,6 +53,22 @@ def sent(found: Any, zero: int) -> None:
     assert of_gradients == {("reduce_scatter", "shard"): once, ("all_reduce", "replica"): once}
     gathered = found["_sent"]["all_gather shard parameters"]
     assert gathered >= once if zero == 3 else gathered == once
+
+
+@pytest.mark.parametrize(
+    ("setting", "zero"),
+    unless_all([("sim-torch", 3), ("sim-jax-8", 3)], [(s, z) for s in ("sim-torch", "sim-jax-8") for z in (1, 2, 3)]),
+)
+def test_beside_a_model_axis(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
+    run = RUN if setting == "sim-jax-8" else ON_EIGHT
+    for found in worlds.get(setting).call(run, {"replica": 2, "shard": 2, "model": 2}, zero):
+        same(found, alone.world(SETTINGS[setting].keras).call(RUN, None)[0])
+        assert found["_held"] <= found["_bytes"] / (3 if zero == 3 else 1.5)
+        if setting == "sim-torch":
+            assert {tuple(what.split(" ")[:2]) for what in found["_sent"] if what.endswith(" gradient")} == {
+                ("reduce_scatter", "shard"),
+                ("all_reduce", "replica"),
+            }
 
 
 @pytest.mark.parametrize("setting", ["sim-tensorflow", "tensorflow-4"])
