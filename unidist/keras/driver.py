@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unidist.keras.checkpoint.held import Held
     from unidist.keras.consistency.processes import Processes
     from unidist.keras.patching.patches import Table
-    from unidist.keras.strategies.strategy import UnidistDistribution
+    from unidist.keras.strategies.distribution import UnidistDistribution
     from unidist.planner.rehearsed import Rehearsed
 
 

@@ -25,7 +25,7 @@ import safetensors
 from unidist.backends.protocol import Array
 from unidist.keras.patching.compat import saving_lib
 from unidist.keras.patching.patches import Hook
-from unidist.keras.strategies.strategy import current
+from unidist.keras.strategies.distribution import current
 
 # Items; what is smaller is read whole at once.
 SMALL = 1 << 14

@@ -7,7 +7,7 @@ from typing import Any
 from unidist.errors import CapabilityError
 from unidist.keras.layer_facts import overwritten
 from unidist.keras.patching.compat import RNN, tree
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies.distribution import UnidistDistribution
 
 
 def refuse(model: Any, distribution: UnidistDistribution) -> None:

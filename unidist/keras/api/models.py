@@ -18,7 +18,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import driver, recomputing
 from unidist.keras.api.variable_rows import Row
 from unidist.keras.records.layer_report import joined, numbered
-from unidist.keras.strategies.strategy import adopt
+from unidist.keras.strategies.distribution import adopt
 from unidist.planner.choosing import size_text
 from unidist.tables import table
 

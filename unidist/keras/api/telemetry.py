@@ -20,7 +20,7 @@ from unidist.keras.consistency.processes import taking_part
 from unidist.keras.fit_observer import Follower
 from unidist.keras.records import model_record
 from unidist.keras.step_stats import Rows, Sent, Waits, memory
-from unidist.keras.strategies.strategy import adopt
+from unidist.keras.strategies.distribution import adopt
 
 _log = logging.getLogger(__name__)
 _now = time.perf_counter

@@ -17,7 +17,7 @@ from unidist.backends.jax import agreeing, joining
 from unidist.backends.jax.hlo import collectives_of, events_of
 from unidist.events import Event
 from unidist.keras.jax import data
-from unidist.keras.strategies.strategy import adopt
+from unidist.keras.strategies.distribution import adopt
 
 # What Python puts into a text for an object without a better one, and differs between processes.
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")

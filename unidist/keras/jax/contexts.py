@@ -18,7 +18,7 @@ from unidist.algebra import Axes
 from unidist.errors import LayoutError
 from unidist.keras.jax import layouts
 from unidist.keras.patching.compat import get_keras_mask, set_keras_mask
-from unidist.keras.strategies.strategy import adopt
+from unidist.keras.strategies.distribution import adopt
 
 
 def of_batch(array: Any, distribution: Any) -> NamedSharding:

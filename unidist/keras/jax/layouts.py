@@ -15,8 +15,8 @@ from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import LayoutError
 from unidist.keras.patching.compat import random_seed_dtype
 from unidist.keras.records import variable_record
+from unidist.keras.strategies.distribution import adopt
 from unidist.keras.strategies.layout_maps import keras_layout
-from unidist.keras.strategies.strategy import adopt
 from unidist.strategies import VariableLayouts
 
 

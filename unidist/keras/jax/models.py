@@ -14,7 +14,7 @@ from unidist.keras.api.variable_rows import Row, rows_of
 from unidist.keras.jax import layouts, placing, processes
 from unidist.keras.records import model_record
 from unidist.keras.records.layer_report import of_partitioned
-from unidist.keras.strategies.strategy import adopt
+from unidist.keras.strategies.distribution import adopt
 
 
 def parallelize(model: Any, distribution: Any) -> None:

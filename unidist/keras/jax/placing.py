@@ -17,7 +17,7 @@ from unidist.keras.patching.compat import in_stateless_scope
 from unidist.keras.planning.auto_layouts import to_place
 from unidist.keras.records import model_record, variable_record
 from unidist.keras.records.layer_report import applied
-from unidist.keras.strategies.strategy import adopt
+from unidist.keras.strategies.distribution import adopt
 
 
 def current() -> Any:

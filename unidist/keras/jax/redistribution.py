@@ -21,7 +21,7 @@ from keras import Model
 
 from unidist.keras.jax import contexts, layouts, placing, regions, zero_collectives
 from unidist.keras.patching.compat import in_stateless_scope
-from unidist.keras.strategies.strategy import adopt
+from unidist.keras.strategies.distribution import adopt
 
 
 def calling(original: Any) -> Any:

@@ -20,7 +20,7 @@ from unidist.keras.consistency.processes import Processes
 from unidist.keras.jax import layouts, placing, processes
 from unidist.keras.records import model_record, variable_record
 from unidist.keras.saving import agree_on_room
-from unidist.keras.strategies.strategy import adopt
+from unidist.keras.strategies.distribution import adopt
 
 
 def loading(model: Any) -> Processes | None:

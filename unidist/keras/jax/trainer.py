@@ -17,7 +17,7 @@ from unidist.keras.jax import data, layouts, pacing, placing, processes
 from unidist.keras.jax.compiled import Program
 from unidist.keras.patching.compat import jax_trainer
 from unidist.keras.records import model_record
-from unidist.keras.strategies.strategy import adopt
+from unidist.keras.strategies.distribution import adopt
 
 # Keras's steps are recognised by the state they take: fit's has optimizer variables, evaluate's only metrics.
 _STEPS = {4: "train step", 3: "test step", 2: "predict step"}

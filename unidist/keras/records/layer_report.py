@@ -19,7 +19,7 @@ from unidist import session
 from unidist.algebra import Axes, Layout
 from unidist.keras import driver as drivers
 from unidist.keras.records import variable_record
-from unidist.keras.strategies.strategy import UnidistDistribution, adopt
+from unidist.keras.strategies.distribution import UnidistDistribution, adopt
 
 _NAMES = 3
 _BOLD = re.compile(r"\x1b\[\d*m")

@@ -25,8 +25,8 @@ from unidist.keras.patching.compat import Trainer
 from unidist.keras.patching.patches import Hook
 from unidist.keras.records import variable_record
 from unidist.keras.records.layer_report import warn
-from unidist.keras.strategies import strategy as strategies
-from unidist.keras.strategies.strategy import UnidistDistribution, adopt
+from unidist.keras.strategies import distribution as distributions
+from unidist.keras.strategies.distribution import UnidistDistribution, adopt
 
 # The distribution under which a model was last made in this process.
 _latest: Any = None
@@ -110,10 +110,10 @@ def _warn_where_alone(model: Any) -> None:
     """
     if not registry.has_current():
         return
-    made, processes = strategies.made(), session.process_count() if registry.has_joined() else 1
+    made, processes = distributions.made(), session.process_count() if registry.has_joined() else 1
     if processes == 1 and (made is None or made.mesh.size == 1):
         return
-    if distribution_of(model) is not None or strategies.current() is not None:
+    if distribution_of(model) is not None or distributions.current() is not None:
         return
     known = of(model)
     if known.engine is not None or known.is_alone:
@@ -157,7 +157,7 @@ def engine_of(model: Any, make: Callable[[Any, UnidistDistribution], Any]) -> An
     known = of(model)
     if known.engine is not None:
         return known.engine
-    distribution = distribution_of(model) or strategies.current()
+    distribution = distribution_of(model) or distributions.current()
     return None if distribution is None else engine_for(model, adopt(distribution), make)
 
 

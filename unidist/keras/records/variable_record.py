@@ -25,7 +25,7 @@ from typing import Any
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.keras.patching.compat import BaseOptimizer, backend
 from unidist.keras.patching.patches import Hook
-from unidist.keras.strategies.strategy import UnidistDistribution, adopt
+from unidist.keras.strategies.distribution import UnidistDistribution, adopt
 from unidist.strategies import VariableLayouts
 
 

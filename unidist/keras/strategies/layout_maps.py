@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,7 +12,8 @@ from keras.distribution import DeviceMesh, TensorLayout
 from unidist import session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh
-from unidist.errors import LayoutError
+from unidist.errors import CapabilityError, LayoutError
+from unidist.keras.strategies.options import takes_uneven
 from unidist.planner.layout_map import LayoutMap
 
 
@@ -30,6 +32,25 @@ def as_layout_map(layout_map: Any, mesh: Mesh) -> LayoutMap:
     if isinstance(layout_map, keras.distribution.LayoutMap):
         return KerasRules(mesh, {key: as_layout(layout_map[key]) for key in layout_map})
     return LayoutMap(mesh, layout_map)
+
+
+def layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
+    """Returns a map's layouts; what only an uneven map allows is refused where Keras's arrays must divide."""
+    if takes_uneven() or not rules.uneven:
+        return rules.layout_for
+
+    def even(path: str, shape: tuple[int, ...]) -> Layout:
+        layout = rules.layout_for(path, shape)
+        for dim, axes in enumerate(layout.dims):
+            if axes and shape[dim] % rules.mesh.axis_size(axes):
+                raise CapabilityError(
+                    f"variable {path!r} of shape {shape}: dim {dim} does not divide over {axes}, and Keras on "
+                    f"{keras.config.backend()} has no shards of different sizes: uneven=True is for torch. Leave the "
+                    "variable out of the layout map, or use a mesh that divides it"
+                )
+        return layout
+
+    return even
 
 
 class KerasRules(LayoutMap):

@@ -21,14 +21,15 @@ _NOT_WITH = {
 
 
 def options(
+    *,
     auto_shard_dataset: bool,
     zero: int,
+    shard_axis: str | Axes | None,
+    exact_random: bool,
+    per_tensor_rows: bool,
+    remat: Remat,
+    experts: str,
     sequence_parallel: bool = False,
-    exact_random: bool = False,
-    per_tensor_rows: bool = False,
-    remat: Remat = "none",
-    experts: str = "all",
-    shard_axis: str | Axes | None = None,
 ) -> dict[str, Any]:
     """The rest of a Strategy, as Keras's backend can have it."""
     if sequence_parallel:

@@ -12,7 +12,7 @@ from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, ring_bytes
 from unidist.backends.protocol import itemsize
 from unidist.keras.records import variable_record
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow import worlds
 
 

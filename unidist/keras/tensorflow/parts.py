@@ -23,7 +23,7 @@ from unidist.errors import CapabilityError, DesyncError
 from unidist.keras.feed.adapters import in_step, same
 from unidist.keras.feed.lockstep import Meeting, Part, as_parts, row_count
 from unidist.keras.feed.row_plan import RowPlan
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow import values, worlds
 
 # Whose data is read; None: no model is at work.

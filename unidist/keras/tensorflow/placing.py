@@ -27,7 +27,7 @@ from unidist.keras.planning.auto_layouts import to_place
 from unidist.keras.planning.candidates import candidate
 from unidist.keras.records import model_record, variable_record
 from unidist.keras.records.layer_report import applied
-from unidist.keras.strategies.strategy import UnidistDistribution, adopt, current
+from unidist.keras.strategies.distribution import UnidistDistribution, adopt, current
 from unidist.keras.tensorflow import values, worlds
 from unidist.strategies import VariableLayouts
 

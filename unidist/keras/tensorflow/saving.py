@@ -9,13 +9,13 @@ from typing import Any
 from unidist.keras import active_distribution
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.saving import agree_on_room
-from unidist.keras.strategies import strategy as strategies
+from unidist.keras.strategies import distribution as distributions
 from unidist.keras.tensorflow import placing, values, worlds
 
 
 def holding(model: Any) -> Processes | None:
     """Returns the processes of the world, if several hold the model, or would once it is made."""
-    found = strategies.current() if model is None else placing.distribution_of(model)
+    found = distributions.current() if model is None else placing.distribution_of(model)
     return None if found is None else worlds.processes()
 
 

@@ -23,7 +23,7 @@ from unidist.keras import active_distribution, seeds
 from unidist.keras.feed.lockstep import Part, to_build
 from unidist.keras.patching.compat import in_stateless_scope
 from unidist.keras.records import model_record
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow import compiled, ledger, parts, placing, recurrent, slicing, values, worlds
 
 _NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList")

@@ -27,7 +27,7 @@ from unidist.keras.patching.compat import get_keras_mask, in_symbolic_scope, set
 from unidist.keras.patching.layer_calls import Call, Stage, around
 from unidist.keras.records import model_record
 from unidist.keras.records.layer_report import applied
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow_horovod import mixing
 from unidist.keras.tensorflow_horovod.traced import Traced
 

@@ -31,7 +31,7 @@ from unidist.keras.patching.compat import (
 )
 from unidist.keras.patching.patches import Hook, Table, calling
 from unidist.keras.records import model_record
-from unidist.keras.strategies import strategy as strategies
+from unidist.keras.strategies import distribution as distributions
 from unidist.keras.tensorflow_horovod import engine, lookups
 from unidist.keras.tensorflow_horovod.engine import align_seeds as align_seeds
 from unidist.planner.layout_map import LayoutMap
@@ -92,7 +92,7 @@ def _of_files() -> Iterator[Hook]:
 
 def _processes(model: Any) -> Processes | None:
     held = model is not None and model_record.of(model).engine is not None
-    return engine.processes() if held or strategies.current() is not None else None
+    return engine.processes() if held or distributions.current() is not None else None
 
 
 def _engine_outside_of_sessions(model: Any) -> engine.Engine | None:

@@ -10,7 +10,7 @@ from unidist.algebra import Layout
 from unidist.backends.protocol import Array
 from unidist.keras.api.variable_rows import Row
 from unidist.keras.records import model_record
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow_horovod import engine
 
 

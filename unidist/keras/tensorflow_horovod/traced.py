@@ -12,7 +12,7 @@ from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.errors import CapabilityError, UnidistError
 from unidist.keras import numbers
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies.distribution import UnidistDistribution
 
 Tensor = Any  # tf.Tensor; TensorFlow has no types
 

@@ -16,7 +16,7 @@ from unidist.keras.patching import patches
 from unidist.keras.patching.compat import TorchModuleWrapper, tree
 from unidist.keras.planning.auto_layouts import settle
 from unidist.keras.records import layer_report, model_record
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.torch import borders, carrying, changes, context, cutting
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.gathers import Gathers

@@ -13,7 +13,7 @@ from unidist.keras.api.variable_rows import Row
 from unidist.keras.planning.auto_layouts import waits
 from unidist.keras.records import model_record
 from unidist.keras.records.layer_report import in_parts, own_variables
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.torch import engine
 from unidist.keras.torch.layers import rules
 from unidist.keras.torch.layers.experts import DISPATCH

@@ -13,7 +13,7 @@ from unidist.keras.consistency.processes import Processes
 from unidist.keras.patching.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.records import model_record
-from unidist.keras.strategies import strategy as strategies
+from unidist.keras.strategies import distribution as distributions
 from unidist.keras.torch import data
 from unidist.keras.torch.params import collective_traversal, placing
 
@@ -58,7 +58,7 @@ def _processes(model: Any) -> Processes | None:
 
     world = None if model is None else world_of_model(model)
     if world is None:
-        distribution = strategies.current()
+        distribution = distributions.current()
         world = None if distribution is None else placing.world_of(distribution)
     return None if world is None else data.processes(world)
 
@@ -125,7 +125,7 @@ def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any])
         model: None: no values are read, and the others only wait.
     """
     if model is None:
-        several = data.processes(placing.world_of(strategies.adopt(model_record.latest())))
+        several = data.processes(placing.world_of(distributions.adopt(model_record.latest())))
         return _by_first(several, write, lambda: None)
     _settle(model)
     return _by_first(_processes(model), write, read_along)

@@ -14,7 +14,7 @@ import torch
 
 from unidist.keras.patching.compat import floatx, get_device, to_torch_dtype, torch_random
 from unidist.keras.patching.patches import Hook, calling, no_model
-from unidist.keras.strategies import strategy as strategies
+from unidist.keras.strategies import distribution as distributions
 from unidist.keras.torch.context import frame
 
 SMALL = 1 << 16
@@ -32,7 +32,9 @@ def hooks() -> tuple[Hook, ...]:
 
 
 def _is_large_and_placed(shape: Sequence[int]) -> bool:
-    return prod(shape) > SMALL and frame() is None and str(get_device()) != "meta" and strategies.current() is not None
+    return (
+        prod(shape) > SMALL and frame() is None and str(get_device()) != "meta" and distributions.current() is not None
+    )
 
 
 def _uniform(

@@ -14,8 +14,8 @@ from unidist.errors import LayoutError
 from unidist.keras.patching.compat import backend, in_stateless_scope
 from unidist.keras.patching.patches import Hook
 from unidist.keras.records import model_record, variable_record
-from unidist.keras.strategies import strategy as strategies
-from unidist.keras.strategies.strategy import UnidistDistribution
+from unidist.keras.strategies import distribution as distributions
+from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.torch import outside
 from unidist.keras.torch.context import frame, left
 from unidist.keras.torch.params import torch_optimizers
@@ -40,7 +40,7 @@ def place_new(variable: Any) -> None:
     if variable._value.is_meta:
         return
     owner = variable_record.of_new(variable).owner
-    distribution = strategies.current() if owner is None else variable_record.of(owner).distribution
+    distribution = distributions.current() if owner is None else variable_record.of(owner).distribution
     if distribution is not None:
         _place(variable, distribution, variable._trainable)
 
@@ -131,7 +131,7 @@ def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
     if optimizer.built and not _unplaced(optimizer.variables):
         return
     built_in = (found for v in variables if (found := variable_record.of(v).distribution) is not None)
-    distribution = strategies.current() or next(built_in, None)
+    distribution = distributions.current() or next(built_in, None)
     if distribution is None:
         return
     with left(), distribution.scope():
