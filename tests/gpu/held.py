@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import keras
@@ -16,7 +16,7 @@ import unidist
 from tests.gpu.device import ON_GPU
 from tests.gpu.results import Held
 from unidist.keras.records import model_record
-from unidist.keras.torch.params import flat_buffer, param_groups
+from unidist.keras.torch.params import flat_buffer, host_memory, param_groups
 from unidist.keras.torch.step import reducer
 
 # Kernels alone, which two ranks cut evenly: no padding.
@@ -31,22 +31,23 @@ _SIZES = (
 )
 
 
-def held(zero: int) -> Held:
+def held(zero: int, offload: Literal["none", "states"] = "none") -> Held:
     """After three steps of Adam under a stage of ZeRO."""
     with ExitStack() as stack:
         for module, name in () if ON_GPU else _SIZES:
             stack.enter_context(mock.patch.object(module, name, (2 if module is reducer else 1) * KERNEL))
         # On a GPU nothing is too large to be copied into a buffer.
         stack.enter_context(mock.patch.object(flat_buffer, "LOOSE_BYTES", DEPTH * KERNEL + 1))
-        return _held(zero)
+        stack.enter_context(mock.patch.object(host_memory, "TURN_BYTES", KERNEL))
+        return _held(zero, offload)
 
 
-def _held(zero: int) -> Held:
+def _held(zero: int, offload: Literal["none", "states"]) -> Held:
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     gc.collect()
     before = _allocated()
-    with unidist.DataParallel(zero=zero).scope():
+    with unidist.DataParallel(zero=zero, offload=offload).scope():
         stack = [keras.layers.Dense(WIDTH, use_bias=False) for _ in range(DEPTH)]
         model = keras.Sequential([keras.Input((WIDTH,)), *stack])
         model.compile(keras.optimizers.Adam(1e-4), "mse")
@@ -61,7 +62,9 @@ def _held(zero: int) -> Held:
     return Held(
         model=DEPTH * KERNEL,
         weights=_bytes(p for s in storages for p in (s.shards[rank], s.leaves[rank], s.states[rank])),
-        slots=_bytes(p for s in slots for p in (s.shards[rank], s.leaves[rank], s.states[rank])),
+        slots=_bytes(s.shards[rank] for s in slots if not isinstance(s, host_memory.HostStorage)),
+        on_host=_bytes(s.shards[rank] for s in slots if isinstance(s, host_memory.HostStorage)),
+        pinned=all(s.shards[rank].is_pinned() for s in slots) if ON_GPU else False,
         gradients=_bytes(
             p.grad for s in storages for p in (s.shards[rank], s.leaves[rank], s.states[rank]) if p.grad is not None
         ),

@@ -39,6 +39,7 @@ class Held:
         buckets: of the largest bucket of gradients. bucket_count: how many there are.
         layer: of the largest gradient of one variable.
         activations: of the outputs of all layers, of this rank's rows.
+        on_host: of the slots that rest in host memory. pinned: whether they do in memory that a GPU reads by itself.
     """
 
     model: int
@@ -52,3 +53,5 @@ class Held:
     bucket_count: int
     layer: int
     activations: int
+    on_host: int = 0
+    pinned: bool = False

@@ -62,7 +62,9 @@ def assert_trained_as_one_device(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [*(replace(DATA_2, zero=zero) for zero in range(4)), MODEL_2], ids=lambda spec: spec.name
+    "spec",
+    [*(replace(DATA_2, zero=zero) for zero in range(4)), MODEL_2, replace(DATA_2, zero=1, offload="states")],
+    ids=lambda spec: spec.name,
 )
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_device(case: str, spec: Spec, alone: ProcessWorld, two: ProcessWorld) -> None:

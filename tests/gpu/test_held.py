@@ -52,6 +52,20 @@ def test_a_rank_keeps_its_part(zero: int, world: ProcessWorld) -> None:
             assert held.made <= most_made(held, zero) + beside
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_slots_rest_in_host_memory(zero: int, world: ProcessWorld) -> None:
+    for held in world.call(f"{PROGRAMS}:held", zero, "states"):
+        weights, slots, gradients = (int(part * held.model) for part in KEPT[zero])
+        assert (held.weights, held.slots, held.gradients) == (weights, 0, gradients)
+        assert held.on_host == slots
+        if ON_GPU:
+            assert held.pinned
+            beside = held.model // 100 + held.units
+            assert 0 <= held.allocated - weights - gradients <= beside
+            # An update's turn has one kernel here: Adam's two slots of this one and of the next.
+            assert held.made <= max(most_made(held, zero), 4 * held.layer) + beside
+
+
 def test_what_a_step_may_make_differs_by_stage() -> None:
     """On a GPU, by the sizes there: a stage that kept what it should not would be over the bound of its own."""
     mib = 1 << 20

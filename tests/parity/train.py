@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,16 +26,18 @@ class Spec:
         axes: the mesh.
         devices: the ranks at its places; None: in order.
         zero: the stage of ZeRO.
+        offload: what rests in host memory.
     """
 
     kind: str
     axes: tuple[tuple[str, int], ...]
     devices: tuple[int, ...] | None = None
     zero: int = 0
+    offload: Literal["none", "states"] = "none"
 
     @property
     def name(self) -> str:
-        stage = f"-zero{self.zero}" if self.zero else ""
+        stage = (f"-zero{self.zero}" if self.zero else "") + ("-offload" if self.offload != "none" else "")
         return self.kind + "-" + "x".join(f"{axis}{size}" for axis, size in self.axes) + stage
 
     @property
@@ -93,10 +95,9 @@ def strategy_of(spec: Spec, case: Case) -> Any:
 
     mesh = unidist.Mesh(dict(spec.axes), spec.devices)
     if spec.kind == "data":
-        return unidist.DataParallel(mesh, zero=spec.zero)
-    if spec.kind == "auto":
-        return unidist.ModelParallel(mesh, zero=spec.zero)
-    return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, case.rules), zero=spec.zero)
+        return unidist.DataParallel(mesh, zero=spec.zero, offload=spec.offload)
+    rules = "auto" if spec.kind == "auto" else unidist.LayoutMap(mesh, case.rules)
+    return unidist.ModelParallel(mesh, rules, zero=spec.zero, offload=spec.offload)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ class PlanRow:
         layouts: where it rests, where a layer needs it, and where its gradient is reduced to.
         bytes_per_device: of the value; of the device that holds most.
         gradient_bytes_per_device: of its gradient, once it is reduced.
-        slot_bytes_per_device: of the optimizer's slots.
+        slot_bytes_per_device: of the optimizer's slots, wherever they rest.
         reason: why it has these layouts.
     """
 
@@ -67,7 +67,7 @@ class Plan:
             heads: the devices' gradients of them are summed.
         layout_map: the sharded variables' exact paths and layouts: print it, change it, give it to ModelParallel.
         optimizer: whose slots are counted.
-        zero: the stage of ZeRO.
+        zero: the stage of ZeRO. offload: "states": the slots rest in host memory.
         activation_bytes_per_device: an estimate of what forward keeps for backward, of the device that has most rows:
             each tensor that an innermost layer takes or gives, once. Tensors between the layers of a pair are cut with
             it. Not counted are dropout's masks, what operations that stand in no layer keep besides, the loss,
@@ -97,6 +97,7 @@ class Plan:
     shared: tuple[tuple[str, Axes], ...] = ()
     estimated: str = ""
     context_axes: Axes = ()
+    offload: str = "none"
 
     @property
     def bytes_per_device(self) -> int:
@@ -105,7 +106,16 @@ class Plan:
 
     @property
     def slot_bytes_per_device(self) -> int:
-        """Bytes of the optimizer's slots on the device that holds most."""
+        """Bytes of the optimizer's slots on the device that holds most; 0 where they rest in host memory."""
+        return self._slot_bytes - self.host_bytes_per_device
+
+    @property
+    def host_bytes_per_device(self) -> int:
+        """Bytes of its slots that rest in host memory (`offload="states"`)."""
+        return self._slot_bytes if self.offload == "states" else 0
+
+    @property
+    def _slot_bytes(self) -> int:
         return sum(row.slot_bytes_per_device for row in self.rows)
 
     @property
@@ -167,7 +177,8 @@ class Plan:
             ("activations (estimate)", self.activation_bytes_per_device),
         )
         total = sum(size for _, size in parts)
-        return [*((name, f"{size:,}") for name, size in parts), (f"total ({size_text(total)})", f"{total:,}")]
+        host = [("slots in host memory", f"{self.host_bytes_per_device:,}")] if self.host_bytes_per_device else []
+        return [*((name, f"{size:,}") for name, size in parts), (f"total ({size_text(total)})", f"{total:,}"), *host]
 
     def traffic(self) -> list[tuple[str, ...]]:
         """(collective, axes, count, bytes per device) of a step, as text; their sum last."""
@@ -256,6 +267,7 @@ def make_plan(
         shared=tuple(shared.items()),
         estimated=estimated,
         context_axes=strategy.context_axes,
+        offload=strategy.offload,
     )
 
 

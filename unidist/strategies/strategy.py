@@ -59,6 +59,7 @@ class Strategy:
         experts: which rows stacked kernels compute: "all", or by "dispatch" those that they have a weight for.
         shard_axes: the data axes that ZeRO cuts over, given as one name or several; None: all. The others hold replicas
             of the shards.
+        offload: what rests in host memory between steps: "none", or the optimizer's "states".
 
     Raises:
         MeshError: a data axis that the mesh has not, or a shard axis that is no data axis.
@@ -80,6 +81,7 @@ class Strategy:
     remat: str | Callable[[Any], bool] = field(default="none", compare=False)
     experts: str = "all"
     shard_axes: str | Axes | None = None
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)

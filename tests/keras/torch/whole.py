@@ -296,7 +296,7 @@ def strategy_of(kind: str) -> Any:
     if kind == "2x2 sequence zero3":
         return unidist.ModelParallel(unidist.Mesh({"data": 2, "model": 2}), sequence_parallel=True, zero=3)
     if kind.startswith("zero"):
-        return unidist.DataParallel(zero=int(kind[-1]))
+        return unidist.DataParallel(zero=int(kind[4]), offload="states" if kind.endswith("on the host") else "none")
     size = unidist.process_count()
     if kind == "sequence":
         return unidist.ModelParallel(unidist.Mesh({"model": size}), sequence_parallel=True)

@@ -114,7 +114,12 @@ class Description:
         return sum(row.bytes_per_device for row in self.rows)
 
     def bytes_of(self, kind: str) -> int:
-        """Bytes per device of "weights", "slots" (the optimizer's variables) or "gradients"."""
+        """Bytes per device of "weights", "slots" (the optimizer's variables) or "gradients".
+
+        "host": bytes in host memory for each device, of slots that rest there (`offload="states"`).
+        """
+        if kind == "host":
+            return sum(row.host_bytes for row in self.rows)
         if kind == "gradients":
             return sum(row.gradient_bytes for row in self.rows)
         return sum(row.bytes_per_device for row in self.rows if row.kind == kind)
@@ -140,13 +145,15 @@ class Description:
                 str(r.shape),
                 "-" if r.layout is None else str(r.layout),
                 str(r.local_shape),
-                f"{r.bytes_per_device:,}",
+                f"{r.bytes_per_device:,}" if not r.host_bytes else f"{r.host_bytes:,} on the host",
             )
             for r in self.rows
         ]
         for kind in ("weights", "slots", "gradients"):
             body.append((kind, "", "", "", f"{self.bytes_of(kind):,}"))
         body.append(("total of variables", "", "", "", f"{self.bytes_per_device:,}"))
+        if host := self.bytes_of("host"):
+            body.append(("slots in host memory", "", "", "", f"{host:,} on the host"))
         return head, body, (4,)
 
     def _picture_(self, title: str | None) -> Picture:
@@ -155,7 +162,9 @@ class Description:
         whole = [prod(row.shape) * row.bytes_per_device // (prod(row.local_shape) or 1) for row in weights]
         layers = of_description(weights, [row.layout for row in weights], whole, self.why)
         slots, gradients = (size_text(self.bytes_of(kind)) for kind in ("slots", "gradients"))
+        host = self.bytes_of("host")
         lines = [f"Beside the weights a device holds {slots} of the optimizer's slots and {gradients} of gradients."]
+        lines += [f"{size_text(host)} of its slots rest in host memory."] if host else []
         return picture_of_layers(title or "A model as it is laid out on the devices", layers, lines=lines, sends=False)
 
     def _repr_svg_(self) -> str | None:

@@ -17,10 +17,11 @@ class Row:
         shape: the global shape.
         layout: None where the variable is not distributed.
         local_shape: what the first device of this process holds.
-        bytes_per_device: bytes held by the device that holds most.
+        bytes_per_device: bytes held by the device that holds most; 0 of what rests in host memory.
         kind: "weights" for a variable of the model, "slots" for one of its optimizer.
         gradient_bytes: bytes of its gradient that the device holding most holds now; 0 where the engine keeps none
             between steps.
+        host_bytes: bytes that rest in host memory for the device that holds most.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Row:
     bytes_per_device: int
     kind: str = "weights"
     gradient_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def is_sharded(self) -> bool:

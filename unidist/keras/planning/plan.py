@@ -20,7 +20,7 @@ from unidist.keras.planning.facts import ended, read
 from unidist.keras.planning.valueless import let_go
 from unidist.keras.records.layer_report import in_words
 from unidist.keras.strategies.layout_maps import as_layout_map
-from unidist.keras.strategies.options import Attention, contexts, shards, takes_uneven
+from unidist.keras.strategies.options import Attention, Offload, contexts, offloads, shards, takes_uneven
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.plan import Plan, Rehearse, make_plan, to_follow
 from unidist.planner.rehearsed import Rehearsed
@@ -43,6 +43,7 @@ def plan(
     context_axis: str | Axes | None = None,
     attention: Attention = "auto",
     shard_axis: str | Axes | None = None,
+    offload: Offload = "none",
 ) -> Plan:
     """Plans a model's layouts on a mesh, with reasons, bytes and the traffic of a step.
 
@@ -64,6 +65,7 @@ def plan(
             same.
         context_axis, attention: see ModelParallel. On JAX the sums of gradients are counted, not what attention reads
             of other devices' places.
+        offload: see DataParallel.
 
     Raises:
         LayoutError: the model is not built or cannot be run; rules that do not fit, all together.
@@ -85,6 +87,7 @@ def plan(
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
     rows = batch if batch is not None else 8 * _places(grid, data)
     cutting |= {**shards(zero, shard_axis), "uneven": takes_uneven(), "sequence_parallel": sequence_parallel}
+    cutting |= offloads(offload)
     strategy = Strategy(grid, data, **cutting)
     rehearse = _rehearsal(model, inputs, strategy, rows, sequence)
     return _made(model, strategy, axes, rules, inputs, rows, sequence, rehearse)

@@ -13,6 +13,7 @@ from unidist.keras.recomputing import Remat
 
 Attention = Literal["auto", "ulysses", "gather"]
 Experts = Literal["all", "dispatch"]
+Offload = Literal["none", "states"]
 # Why TensorFlow cannot have an option, and what it does not go with in parts of sequences.
 _NOT_WITH = {
     "exact_random": ("each device draws for its own rows", "layers draw for parts of sequences"),
@@ -29,6 +30,7 @@ def options(
     per_tensor_rows: bool,
     remat: Remat,
     experts: str,
+    offload: str,
     sequence_parallel: bool = False,
 ) -> dict[str, Any]:
     """The rest of a Strategy, as Keras's backend can have it."""
@@ -47,6 +49,7 @@ def options(
         "sequence_parallel": sequence_parallel,
         "remat": remat,
         "experts": experts,
+        **offloads(offload),
         **by_carriers,
     }
 
@@ -73,6 +76,22 @@ def _check_experts(experts: str) -> None:
             f"experts='dispatch': with Keras on {keras.config.backend()!r} steps are compiled, and how many rows an "
             "expert has is known in a step alone. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
         )
+
+
+def offloads(offload: str) -> dict[str, Any]:
+    """Returns what a Strategy holds of host memory.
+
+    Raises:
+        ArgumentError: `offload` is no choice. CapabilityError: Keras's backend has none.
+    """
+    if offload not in get_args(Offload):
+        raise ArgumentError(f"offload={offload!r}: give one of {', '.join(map(repr, get_args(Offload)))}")
+    if offload != "none" and keras.config.backend() != "torch":
+        raise CapabilityError(
+            f"offload={offload!r}: with Keras on {keras.config.backend()!r} a step is one compiled program, and its "
+            "slots stay on the device. Use zero=1 to cut them, or set KERAS_BACKEND=torch before Keras is imported"
+        )
+    return {"offload": offload}
 
 
 def contexts(axes: Axes, attention: str, sequence_parallel: bool) -> dict[str, Any]:

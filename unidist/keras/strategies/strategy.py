@@ -11,7 +11,7 @@ from unidist.errors import LayoutError
 from unidist.keras.recomputing import Remat
 from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.strategies.layout_maps import as_layout_map, layouts_of, mesh_of_map
-from unidist.keras.strategies.options import Attention, Experts, contexts, options
+from unidist.keras.strategies.options import Attention, Experts, Offload, contexts, options
 from unidist.planner.found import FoundLayouts
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes, choose_context, replicated
@@ -42,11 +42,13 @@ class DataParallel(UnidistDistribution):
             where their outputs are multiplied by weights and summed. "all": it computes all rows. Keras on torch only.
         shard_axis: the data axis or axes that `zero` cuts over; None: all. Along the others are replicas of the shards,
             which sum gradients of one shard's size (HSDP: Zhao et al. 2023, arXiv:2304.11277).
+        offload: "states": the optimizer's slots rest in host memory. An update brings 32 MB of weights' slots at once
+            to the device, and back. Keras on torch only.
 
     Raises:
         MeshError: the mesh does not fit the devices, or `shard_axis` is no data axis.
-        ArgumentError: `zero` is no stage, or 0 with `shard_axis`; `remat` or `experts` is no choice.
-        CapabilityError: `exact_random`, `per_tensor_rows` or `remat` with Keras on TensorFlow; `experts` as above.
+        ArgumentError: `zero` is no stage, or 0 with `shard_axis`; `remat`, `experts` or `offload` is no choice.
+        CapabilityError: `exact_random`, `per_tensor_rows` or `remat` with Keras on TensorFlow; others as above.
 
     Example:
         >>> import keras, numpy as np, unidist
@@ -71,6 +73,7 @@ class DataParallel(UnidistDistribution):
         remat: Remat = "none",
         experts: Experts = "all",
         shard_axis: str | Axes | None = None,
+        offload: Offload = "none",
     ) -> None:
         grid = _mesh_or_all(mesh, "data")
         axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
@@ -82,6 +85,7 @@ class DataParallel(UnidistDistribution):
             per_tensor_rows=per_tensor_rows,
             remat=remat,
             experts=experts,
+            offload=offload,
         )
         super().__init__(Strategy(grid, axes, replicated, **more))
 
@@ -112,7 +116,7 @@ class ModelParallel(UnidistDistribution):
             all_reduce, and norms, dropout and residual sums on a part of the activations (Korthikanti et al. 2022,
             arXiv:2205.05198). Keras on torch only.
         per_tensor_rows: see DataParallel.
-        remat, experts, shard_axis: see DataParallel.
+        remat, experts, shard_axis, offload: see DataParallel.
         exact_random: see DataParallel. Pairs of layers between which a layer draws are not used: they gather.
 
     Raises:
@@ -149,6 +153,7 @@ class ModelParallel(UnidistDistribution):
         remat: Remat = "none",
         experts: Experts = "all",
         shard_axis: str | Axes | None = None,
+        offload: Offload = "none",
     ) -> None:
         if isinstance(layout_map, str):
             grid = _mesh_or_all(mesh, "model")
@@ -164,6 +169,7 @@ class ModelParallel(UnidistDistribution):
             per_tensor_rows=per_tensor_rows,
             remat=remat,
             experts=experts,
+            offload=offload,
         )
         if isinstance(layout_map, str):
             self._find(layout_map, grid, data_axis, model_axis, more)

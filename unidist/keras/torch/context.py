@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from unidist.keras.patching.compat import AutocastScope, get_device
 if TYPE_CHECKING:
     from unidist.keras.torch.engine import Engine
     from unidist.keras.torch.layers.sequence import SharedWeights
+    from unidist.keras.torch.params.host_memory import HostStorage
     from unidist.keras.torch.params.param_groups import Fetcher
     from unidist.keras.torch.world import RankWorld
 
@@ -99,6 +100,7 @@ class Frame:
         seed_place: this rank's place among the ranks that must draw different random numbers.
         fetcher: what fetches values that are stored as shards, in a step that needs it (param_groups.py).
         written: what notes each variable before it is written: rematerialized calls that are going on (remat.py).
+        away: slots that are on the device now, of those that rest in host memory (host_memory.py).
     """
 
     rank: int
@@ -119,6 +121,7 @@ class Frame:
     seed_place: int = 0
     fetcher: Fetcher | None = None
     written: tuple[Before, ...] = ()
+    away: list[HostStorage] = field(default_factory=list)
 
     @property
     def is_in_step(self) -> bool:
@@ -173,6 +176,15 @@ class Frame:
             if id(variable) not in before.values:
                 before.note(variable)
 
+    def put_back(self, slots: Sequence[HostStorage] | None = None) -> None:
+        """Begins to bring slots home from the device; without an argument all, and waits until they are."""
+        going = list(self.away) if slots is None else slots
+        for slot in going:
+            self.away.remove(slot)
+            slot.put_back(self)
+        for slot in going if slots is None else ():
+            slot.settle()
+
 
 # That of the fit, evaluate or predict that is going on.
 engine_at_work: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
@@ -207,6 +219,8 @@ def entered(new: _Frame) -> Iterator[_Frame]:
     try:
         yield new
     finally:
+        if new is not None and new.away:
+            new.put_back()
         _here.frame = before
 
 

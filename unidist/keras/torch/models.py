@@ -18,6 +18,7 @@ from unidist.keras.torch import engine
 from unidist.keras.torch.layers import rules
 from unidist.keras.torch.layers.experts import DISPATCH
 from unidist.keras.torch.params import placing
+from unidist.keras.torch.params.host_memory import HostStorage
 from unidist.keras.torch.params.placing import is_placed
 
 
@@ -91,15 +92,18 @@ def _row(variable: Any, kind: str) -> Row:
         return Row(variable.path, shape, str(variable.dtype), None, shape, value.nbytes, kind, _gradient_bytes([value]))
     shards = list(held.shards.values())
     first = shards[0]
+    nbytes = max(shard.numel() * shard.element_size() for shard in shards)
+    is_on_host = isinstance(held, HostStorage)
     return Row(
         path=variable.path,
         shape=held.shardings.stored.shape,
         dtype=str(variable.dtype),
         layout=held.shardings.stored.layout,
         local_shape=tuple(first.shape),
-        bytes_per_device=max(shard.numel() * shard.element_size() for shard in shards),
+        bytes_per_device=0 if is_on_host else nbytes,
         kind=kind,
         gradient_bytes=_gradient_bytes(held.states.values()),
+        host_bytes=nbytes if is_on_host else 0,
     )
 
 

@@ -121,7 +121,8 @@ def give(storage: Storage) -> None:
     outside = storage.outside
     value, gradient = outside.parameter.detach(), outside.parameter.grad
     stored, state = storage.shardings.stored, storage.shardings.state
-    if not all(torch.equal(shard.detach(), value[stored.slices(rank)]) for rank, shard in storage.shards.items()):
+    pairs = ((shard.detach(), value[stored.slices(rank)]) for rank, shard in storage.shards.items())
+    if not all(torch.equal(own, given.to(own.device)) for own, given in pairs):
         storage.assign(value)
     if gradient is outside.gradient and (gradient is None or gradient._version == outside.version):
         return

@@ -19,6 +19,7 @@ from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.torch import outside
 from unidist.keras.torch.context import frame, left
 from unidist.keras.torch.params import torch_optimizers
+from unidist.keras.torch.params.host_memory import HostStorage
 from unidist.keras.torch.params.storage import Shardings, Storage
 from unidist.keras.torch.params.variables import DistributedVariable, lay, place
 from unidist.keras.torch.world import RankWorld, rank_world
@@ -53,7 +54,9 @@ def _place(
 ) -> None:
     if variable._layout is not None:
         variable_record.note_given(variable, distribution.mesh, as_layout(variable._layout))
-    place(variable, world_of(distribution), shardings_of(variable, distribution, is_weight), prepare=prepare)
+    is_on_host = distribution.strategy.offload == "states" and variable_record.owner_of(variable) is not None
+    kind = HostStorage if is_on_host else Storage
+    place(variable, world_of(distribution), shardings_of(variable, distribution, is_weight), prepare=prepare, kind=kind)
     variable_record.of(variable).distribution = distribution
 
 
@@ -164,7 +167,7 @@ def _move(variable: Any, world: RankWorld, shardings: Shardings) -> None:
         return
     before = variable._storage
     value = before.whole(None).detach()
-    held = Storage(world, shardings, variable.path)
+    held = type(before)(world, shardings, variable.path)
     held.fill(value, trainable=outside.follow_torch(before))
     held.follow(before)
     for parameter in (*before.shards.values(), *before.leaves.values(), *before.states.values()):

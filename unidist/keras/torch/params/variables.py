@@ -260,6 +260,7 @@ def place(
     shardings: Shardings,
     *,
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    kind: type[Storage] = Storage,
 ) -> None:
     """Turns a Keras variable into a DistributedVariable, in place. Its whole value is let go.
 
@@ -268,12 +269,13 @@ def place(
         world: the ranks.
         shardings: how it is laid out; of the variable's shape.
         prepare: makes the value equal on all processes before it is cut.
+        kind: where it rests.
     """
     parameter = variable._value
     value = parameter.detach()
     if prepare is not None:
         value = prepare(value)
-    held = Storage(world, shardings, variable.path)
+    held = kind(world, shardings, variable.path)
     if not held.is_kept and value.device.type == "cpu":
         allocator.give_back_large_blocks()
     stored = shardings.stored.layout

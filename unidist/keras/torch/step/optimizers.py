@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from unidist.keras.patching.compat import (
 from unidist.keras.patching.patches import Hook, calling, no_model
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.params import placing, seen, sharded_norms
+from unidist.keras.torch.params import host_memory, placing, seen, sharded_norms
 from unidist.keras.torch.step import fused
 
 # Keras updates all variables in one go, with temporary copies of all of them: as many of these bytes at once are
@@ -43,13 +44,15 @@ def hooks() -> tuple[Hook, ...]:
 
     Norms are those of whole variables, and all ranks skip a step alike.
     """
-    parts = "a rank updates its parts"
+    parts, averages = "a rank updates its parts", "averages that rest in host memory come in turns"
     return (
         Hook(BaseOptimizer, "apply", calling(_apply), parts),
         Hook(BaseOptimizer, "_backend_apply_gradients", calling(_backend_apply_gradients), parts),
         Hook(BaseOptimizer, "_clip_gradients", calling(_clip_gradients), "norms of whole variables"),
         Hook(BaseOptimizer, "_backend_update_step", calling(_backend_update_step), parts),
         Hook(TorchParallelOptimizer, "_backend_update_step", calling(_update_in_turns), parts),
+        Hook(BaseOptimizer, "_update_model_variables_moving_average", calling(_in_turns), averages),
+        Hook(BaseOptimizer, "_overwrite_model_variables_with_average_value", calling(_in_turns), averages),
         Hook(
             "keras.optimizers:Muon",
             "zeropower_via_newtonschulz5",
@@ -71,6 +74,11 @@ def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None
     frame = context.frame()
     if frame is None:
         return _apply_outside(original, self, grads, trainable_variables)
+    with host_memory.updating(frame):
+        return _applied(original, self, frame, grads, trainable_variables)
+
+
+def _applied(original: Any, self: Any, frame: Frame, grads: Any, trainable_variables: Any) -> Any:
     _settle(frame, trainable_variables if trainable_variables is not None else self._trainable_variables)
     # What is read behind it is a value, no longer what has a gradient.
     frame.backward_done = False
@@ -184,9 +192,13 @@ def _backend_update_step(original: Any, self: Any, grads: Any, trainable_variabl
     variables: they see carriers of the parts, and go by rules.
     """
     frame = context.frame()
-    if frame is None or not frame.local or type(self) is Ftrl:
+    if frame is None or not frame.local:
         return original(self, grads, trainable_variables, learning_rate)
-    for grad, variable in zip(grads, trainable_variables, strict=True):
+    pairs = list(zip(grads, trainable_variables, strict=True))
+    for grad, variable in itertools.chain.from_iterable(host_memory.turns(frame, self, pairs)):
+        if type(self) is Ftrl:
+            self.update_step(grad, variable, learning_rate)
+            continue
         with frame.updating_by_rules():
             whole = seen.carried(variable._storage, grad) if placing.is_placed(variable) else grad
             self.update_step(whole, variable, learning_rate)
@@ -201,24 +213,24 @@ def _orthogonalized(original: Any, self: Any, x: Any, steps: int) -> Any:
 def _update_in_turns(original: Any, self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
     """Updates as elementwise optimizers do: Adam's by a fused kernel, others some variables at a time."""
     frame = context.frame()
-    if frame is not None and frame.is_tracing:
+    is_one = isinstance(self, _UPDATED_IN_TURNS)
+    if frame is not None and (frame.is_tracing or (not is_one and host_memory.rests(self))):
         # Variable by variable, as on other frameworks: a compiler makes a loop of each variable's update.
         return super(TorchParallelOptimizer, self)._backend_update_step(grads, trainable_variables, learning_rate)
-    if frame is None or not isinstance(self, _UPDATED_IN_TURNS):
+    if frame is None or not is_one:
         return original(self, grads, trainable_variables, learning_rate)
-    pairs = list(zip(grads, trainable_variables, strict=True))
-    if fused.takes(self):
-        pairs = fused.update(self, frame, pairs, learning_rate)
-    turn: list[tuple[Any, Any]] = []
-    nbytes = 0
-    for grad, variable in pairs:
-        more = grad.numel() * grad.element_size()
-        if turn and nbytes + more > UPDATE_BYTES:
+    for pairs in host_memory.turns(frame, self, list(zip(grads, trainable_variables, strict=True))):
+        left = fused.update(self, frame, pairs, learning_rate) if fused.takes(self) else pairs
+        for turn in host_memory.cut_by_bytes(left, UPDATE_BYTES):
             original(self, [g for g, _ in turn], [v for _, v in turn], learning_rate)
-            turn, nbytes = [], 0
-        turn.append((grad, variable))
-        nbytes += more
-    return original(self, [g for g, _ in turn], [v for _, v in turn], learning_rate) if turn else None
+    return None
+
+
+def _in_turns(original: Any, self: Any, trainable_variables: Any) -> Any:
+    frame = context.frame()
+    if frame is None or not frame.local or not host_memory.rests(self):
+        return original(self, trainable_variables)
+    return original(self, host_memory.InTurns(frame, self, trainable_variables))
 
 
 def _check_finite(original: Any, self: Any, grads: Any) -> Any:

@@ -43,14 +43,15 @@ NOISE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """A trace that is going on.
-
-    Attributes:
-        held: what stands for the variables. settle: waits for the values that are under way.
-    """
+    """A trace that is going on, with what stands for the variables."""
 
     held: Sequence[Tensor]
-    settle: Callable[[], None]
+    frame: Frame
+    fetcher: Fetcher
+
+    def settle(self) -> None:
+        self.frame.put_back()
+        self.fetcher.settle()
 
 
 class StepProgram:
@@ -118,7 +119,7 @@ class StepProgram:
                 _at_work(frame) as own,
                 _standing_in(own, self._storages, values[:count]) as held,
                 moving(own, own_carried) as fetcher,
-                _tracing(_Trace(held, fetcher.settle)),
+                _tracing(_Trace(held, own, fetcher)),
             ):
                 out = step(own, given), fetcher.left()
             losses = [(owner, x) for owner in self._owners for x in getattr(owner, "_losses", ()) if _is_fake(x)]
@@ -241,7 +242,9 @@ def _standing_in(frame: Frame, storages: Sequence[Storage], values: Sequence[Ten
     """Inside, variables have these tensors as memory; gives what stands for them."""
     with contextlib.ExitStack() as stack:
         pairs = zip(storages, values, strict=True)
-        yield [stack.enter_context(one.standing_in(frame.rank, x)) for one, x in pairs]
+        held = [stack.enter_context(one.standing_in(frame.rank, x)) for one, x in pairs]
+        stack.callback(frame.put_back)
+        yield [*held]
 
 
 @contextlib.contextmanager
