@@ -51,6 +51,13 @@ def test_plan_shows_layouts_reasons_and_traffic(file, capsys) -> None:
         assert part in text
 
 
+def test_plan_counts_slots_in_host_memory(file, capsys) -> None:
+    assert cli.main(["plan", f"{file}:mlp", "--mesh", "data=2", "--offload", "states"]) == 0
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert next(line for line in told if line[:2] == ["slots", "of"])[-1] == "0"
+    assert next(line for line in told if line[:4] == ["slots", "in", "host", "memory"])[-1] == "2,240"
+
+
 def test_the_map_goes_out_is_edited_and_comes_back(file, tmp_path, capsys) -> None:
     assert cli.main(["plan", f"{file}:mlp", "--mesh", "model=4", "--json"]) == 0
     text = capsys.readouterr().out

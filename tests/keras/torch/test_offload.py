@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import itertools
 import weakref
@@ -58,6 +60,9 @@ STRATEGIES = {
     "zero0": lambda offload: unidist.DataParallel(offload=offload),
     "zero1": lambda offload: unidist.DataParallel(zero=1, offload=offload),
     "zero3": lambda offload: unidist.DataParallel(zero=3, offload=offload),
+    "replicas": lambda offload: unidist.DataParallel(
+        unidist.Mesh({"replica": 2, "shard": 2}), zero=3, shard_axis="shard", offload=offload
+    ),
     "2x2": lambda offload: model_parallel(mesh=two_by_two(), offload=offload),
     "2x2-zero3": lambda offload: model_parallel(mesh=two_by_two(), zero=3, offload=offload),
 }
@@ -81,18 +86,95 @@ def assert_home(model):
         assert all(shard.device.type == "cpu" for shard in storage.shards.values())
 
 
+def values(model):
+    return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
+
+
+@functools.cache
+def alone(name):
+    """A training of one device, with the values of its slots."""
+    found = train(mlp, *features(), optimizer=OPTIMIZERS[name][0])
+    return found, values(found.model)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_numbers_are_one_devices(name, strategy):
-    x, y = features()
     make, slots = OPTIMIZERS[name]
-    wanted = train(mlp, x, y, optimizer=make)
-    found = train(mlp, x, y, STRATEGIES[strategy]("states"), optimizer=make)
+    wanted, slots_too = alone(name)
+    found = train(mlp, *features(), STRATEGIES[strategy]("states"), optimizer=make)
     assert_equal(found, wanted)
     assert len(hosted(found.model)) == slots
     assert_home(found.model)
-    for one, other in zip(found.model.optimizer.variables, wanted.model.optimizer.variables, strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=1e-5)
+    for one, other in zip(values(found.model), slots_too, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [*((name, "zero1") for name in OPTIMIZERS), ("adam", "replicas"), ("muon", "2x2-zero3"), ("averaged", "zero3")],
+)
+def test_numbers_are_those_without_it(name, strategy):
+    x, y = features()
+    plain, rested = (
+        train(mlp, x, y, STRATEGIES[strategy](o), optimizer=OPTIMIZERS[name][0]) for o in ("none", "states")
+    )
+    # Nadam's variables go one by one, and Keras's update of all of them multiplies in another order.
+    rounding = 1e-5 if name == "counting" else 0.0
+    for found, wanted in zip(values(rested.model), values(plain.model), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=rounding, rtol=0)
+
+
+class Setting(keras.callbacks.Callback):
+    """Sets what an optimizer has amid a training."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            optimizer = self.model.optimizer
+            optimizer.set_weights([0.5 * np.asarray(v) for v in optimizer.variables])
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_callbacks_set_and_swap_slots(zero):
+    x, y = features()
+    told = []
+    for offload in ("none", "states"):
+        found = train(
+            mlp,
+            x,
+            y,
+            unidist.DataParallel(zero=zero, offload=offload),
+            optimizer=lambda: adam(use_ema=True),
+            callbacks_too=(Setting(), keras.callbacks.SwapEMAWeights(swap_on_epoch=True)),
+            validation_data=(x, y),
+        )
+        told.append([*values(found.model), *found.history["val_loss"]])
+        assert_home(found.model)
+    for one, other in zip(*told, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("when", ["in the scope", "before the model is spread", "in the first step"])
+def test_whenever_an_optimizer_is_built(when):
+    strategy = unidist.DataParallel(zero=1, offload="states")
+    optimizer, (x, y) = adam(), features(rows=8)
+    keras.utils.set_random_seed(3)
+    if when == "before the model is spread":
+        model = mlp()
+        optimizer.build(model.trainable_variables)
+        unidist.parallelize(model, strategy)
+    else:
+        with strategy.scope():
+            model = mlp()
+            if when == "in the scope":
+                optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+    model.train_on_batch(x, y)
+    assert len(hosted(model)) == 12
+    wanted = built(unidist.DataParallel(zero=1))
+    wanted.train_on_batch(x, y)
+    for one, other in zip(values(model), values(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["adam", "muon"])
@@ -228,6 +310,23 @@ def test_what_fails_amid_an_update_leaves_no_slot_on_the_device(monkeypatch):
             model.train_on_batch(x, y)
     assert_home(model)
     model.train_on_batch(x, y)
+
+
+def test_what_is_computed_again_leaves_slots_where_they_are():
+    """Recomputation in backward enters a copy of the step's frame, amid what holds a slot."""
+    model = built(unidist.DataParallel(zero=1, offload="states"))
+    model.train_on_batch(*features(rows=8))
+    first, second = (variable._storage for variable in hosted(model)[:2])
+
+    def work(frame):
+        first.own(frame)
+        with context.entered(copy.copy(frame)) as again:
+            second.own(again)
+        assert frame.rank in first.homes
+        assert frame.rank not in second.homes
+
+    first.world.run(work)
+    assert_home(model)
 
 
 class Reading(keras.Model):

@@ -42,8 +42,8 @@ class DataParallel(UnidistDistribution):
             where their outputs are multiplied by weights and summed. "all": it computes all rows. Keras on torch only.
         shard_axis: the data axis or axes that `zero` cuts over; None: all. Along the others are replicas of the shards,
             which sum gradients of one shard's size (HSDP: Zhao et al. 2023, arXiv:2304.11277).
-        offload: "states": the optimizer's slots rest in host memory. An update brings 32 MB of weights' slots at once
-            to the device, and back. Keras on torch only.
+        offload: "states": the optimizer's slots rest in host memory. An update brings those of 32 MB of weights at a
+            time to the device, and back; sums of accumulated gradients come all at once. Keras on torch only.
 
     Raises:
         MeshError: the mesh does not fit the devices, or `shard_axis` is no data axis.

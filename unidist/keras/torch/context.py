@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -176,14 +176,23 @@ class Frame:
             if id(variable) not in before.values:
                 before.note(variable)
 
-    def put_back(self, slots: Sequence[HostStorage] | None = None) -> None:
-        """Begins to bring slots home from the device; without an argument all, and waits until they are."""
-        going = list(self.away) if slots is None else slots
-        for slot in going:
+    def put_back(self, slots: Iterable[HostStorage]) -> None:
+        """Begins to bring slots home from the device."""
+        for slot in slots:
             self.away.remove(slot)
             slot.put_back(self)
-        for slot in going if slots is None else ():
-            slot.settle()
+
+    @contextlib.contextmanager
+    def bringing_home(self) -> Iterator[None]:
+        """Behind it slots are home that came to the device inside."""
+        count = len(self.away)
+        try:
+            yield
+        finally:
+            came = self.away[count:]
+            self.put_back(came)
+            for slot in came:
+                slot.settle()
 
 
 # That of the fit, evaluate or predict that is going on.
@@ -217,10 +226,9 @@ def entered(new: _Frame) -> Iterator[_Frame]:
     before = frame()
     _here.frame = new
     try:
-        yield new
+        with contextlib.nullcontext() if new is None else new.bringing_home():
+            yield new
     finally:
-        if new is not None and new.away:
-            new.put_back()
         _here.frame = before
 
 

@@ -13,7 +13,6 @@ pieces of ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -185,15 +184,6 @@ def _used(frame: Frame) -> list[HostStorage]:
     return [slot for slot in frame.away if slot.is_used(frame)]
 
 
-@contextlib.contextmanager
-def updating(frame: Frame) -> Iterator[None]:
-    """Behind it no slot is on the device."""
-    try:
-        yield
-    finally:
-        frame.put_back()
-
-
 def rests(optimizer: Any) -> bool:
     """Returns whether some of an optimizer's slots rest in host memory."""
     return any(isinstance(getattr(variable, "_storage", None), HostStorage) for variable in optimizer._variables)
@@ -209,7 +199,7 @@ def turns(frame: Frame, optimizer: Any, pairs: list[Pair], purpose: str = "") ->
         return
     reads = _reads.setdefault(optimizer, {})
     cut = [(turn, (purpose, *(id(variable) for _, variable in turn))) for turn in cut_by_bytes(pairs, TURN_BYTES)]
-    earlier = _used(frame)
+    earlier = set(_used(frame))
     going: list[HostStorage] = []
     for k, (turn, key) in enumerate(cut):
         for slot in going:

@@ -74,7 +74,7 @@ def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None
     frame = context.frame()
     if frame is None:
         return _apply_outside(original, self, grads, trainable_variables)
-    with host_memory.updating(frame):
+    with frame.bringing_home():
         return _applied(original, self, frame, grads, trainable_variables)
 
 

@@ -50,7 +50,7 @@ class _Trace:
     fetcher: Fetcher
 
     def settle(self) -> None:
-        self.frame.put_back()
+        self.frame.put_back(list(self.frame.away))
         self.fetcher.settle()
 
 
@@ -243,7 +243,7 @@ def _standing_in(frame: Frame, storages: Sequence[Storage], values: Sequence[Ten
     with contextlib.ExitStack() as stack:
         pairs = zip(storages, values, strict=True)
         held = [stack.enter_context(one.standing_in(frame.rank, x)) for one, x in pairs]
-        stack.callback(frame.put_back)
+        stack.enter_context(frame.bringing_home())
         yield [*held]
 
 
@@ -300,7 +300,7 @@ def _cond(original: Any, pred: Any, true_fn: Callable[[], Any], false_fn: Callab
     if_false, other = _branch(false_fn, trace, before)
     with torch.no_grad():
         for k in {**written, **other}:
-            held[k].copy_(torch.where(pred, written.get(k, before[k]), other.get(k, before[k])))
+            held[k].copy_(torch.where(pred.to(held[k].device), written.get(k, before[k]), other.get(k, before[k])))
     return tree.map_structure(lambda x, y: x if x is None else torch.where(pred, x, y), if_true, if_false)
 
 
