@@ -82,7 +82,8 @@ def offloads(offload: str) -> dict[str, Any]:
     """Returns what a Strategy holds of host memory.
 
     Raises:
-        ArgumentError: `offload` is no choice. CapabilityError: Keras's backend has none.
+        ArgumentError: `offload` is no choice.
+        CapabilityError: Keras's backend has none.
     """
     if offload not in get_args(Offload):
         raise ArgumentError(f"offload={offload!r}: give one of {', '.join(map(repr, get_args(Offload)))}")
