@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
@@ -52,14 +53,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add(sub)
         else:
             sub.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
-        sub.set_defaults(handle=command.handle)
-    parsed = parser.parse_args(arguments)
+        sub.set_defaults(handle=command.handle, parser=sub)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    parsed, strange = parser.parse_known_args(given)
+    if strange:
+        _refuse(parsed.parser, strange)
     handle: Handler = parsed.handle
     try:
         return handle(parsed)
     except UnidistError as error:
         print(f"unidist: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
+
+
+def _refuse(parser: argparse.ArgumentParser, strange: list[str]) -> None:
+    """Ends as argparse does, by the usage of the subcommand, and names the options that are most alike."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    alike = [found for one in strange for found in difflib.get_close_matches(one, options, 1)]
+    parser.error(f"unrecognized arguments: {' '.join(strange)}" + (f"; is it {', '.join(alike)}?" if alike else ""))
 
 
 def commands() -> list[Command]:
@@ -69,7 +83,7 @@ def commands() -> list[Command]:
             "backends", "What is installed, what it can do, and how to get what is missing", _backends, lambda _: None
         ),
         Command("doctor", "Check this machine, and with -n each link of a world of processes", _doctor, _add_doctor),
-        Command("checkpoint", "List, show, verify, compare, export checkpoints", _checkpoint),
+        Command("checkpoint", "List, show, verify, diff, export checkpoints", _checkpoint),
         Command("demo", "Train on virtual devices and compare with one device", _main_of("unidist.demo")),
         Command("parity", "Compare a training on each backend with one device", _main_of("unidist.parity")),
         Command(
@@ -111,7 +125,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", metavar="DIR", help="keep what each rank prints, and its record, in this folder")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", metavar="SCRIPT", help="the script, or with -m the module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, passed on as they are")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, passed on as they are")
+    # Else argparse asks for them where the script is missing.
+    rest.required = False
 
 
 def _add_world(parser: argparse.ArgumentParser) -> None:

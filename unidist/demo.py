@@ -212,7 +212,7 @@ def _layouts(model: Any) -> str:
     body: list[Cells] = [
         (
             row.path.removeprefix(f"{model.name}/"),
-            _cuts(row),
+            row.in_words,
             _shape(row.shape),
             _shape(row.local_shape),
             *_share([row]),
@@ -225,13 +225,6 @@ def _layouts(model: Any) -> str:
     body.append((f"all {len(found)} variables", "", "", "", *_share(found)))
     head = ("variable", "layout", "shape", "on a device", "bytes", "share")
     return _table("What each device holds, and what share that is of the whole", [head, *body], (4, 5))
-
-
-def _cuts(row: Row) -> str:
-    """The axes that cut each dim, as "- - model"."""
-    if row.layout is None or not row.is_sharded:
-        return "replicated"
-    return " ".join("x".join(row.layout.dim_axes(dim)) or "-" for dim in range(len(row.shape)))
 
 
 def _share(rows: Sequence[Row]) -> tuple[str, str]:

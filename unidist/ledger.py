@@ -63,7 +63,11 @@ class Ledger:
         return [(*key, counts[key], s.numerator if s.denominator == 1 else float(s)) for key, s in sums.items()]
 
     def show(self) -> str:
-        """A table of text: op, axes, purpose, count, bytes per rank."""
+        """A table of text: op, axes, purpose, count, bytes per rank.
+
+        A purpose is a layer, a variable, an operation without a rule, or a part of the training: "first weights",
+        "gradient", "metrics", "logs", or "agreement", where processes compare what they are about to do.
+        """
         head = ("collective", "axes", "for", "count", "bytes per rank")
         body = [(op, axes, why, f"{n:,}", f"{b:,}") for op, axes, why, n, b in self.rows()]
         body.append(("total", "", "", f"{self.count():,}", f"{self.bytes():,}"))

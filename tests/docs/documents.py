@@ -73,7 +73,7 @@ def assert_demo(shown: str) -> None:
     assert shown.count("ok  ") == 3
     assert "Mesh({'data': 2, 'model': 2})" in shown
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
-    assert lines["wide/kernel"][1:] == ["-", "model", "256x256", "256x128", "131,072", "50%"]
+    assert " ".join(lines["wide/kernel"][1:]) == "split on dim 1 over model 256x256 256x128 131,072 50%"
     assert lines["norm/gamma"][1] == "replicated"
     assert int(lines["all_reduce"][-1].replace(",", "")) > 1_000_000
 

@@ -87,8 +87,10 @@ def test_one_line_changes_the_backend_and_not_the_numbers(
     if line == USE:
         assert_printed(_named("train.py"), told)
     assert _loss(told) == pytest.approx(one_device["jax" if '"jax"' in line else "torch"], rel=1e-5)
-    assert re.search(r"up/kernel +\(16, 64\) +Layout\(None, 'model'\) +\(16, 32\) +2,048", told)
-    assert re.search(r"down/kernel +\(64, 16\) +Layout\('model'\) +\(32, 16\) +2,048", told)
+    assert re.search(r"up/kernel +\(16, 64\) +split on dim 1 over model +\(16, 32\) +2,048", told)
+    assert re.search(r"down/kernel +\(64, 16\) +split on dim 0 over model +\(32, 16\) +2,048", told)
+    # Where processes meet, they agree on the first weights; each line says what it is for.
+    assert ("first weights" in told) == (command.startswith("unidist run") and '"jax"' not in line)
     total = re.search(r"total +([\d,]+) +([\d,.]+)$", told, re.MULTILINE)
     assert total is not None
     assert all(float(number.replace(",", "")) > 0 for number in total.groups())

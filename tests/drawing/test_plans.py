@@ -40,7 +40,7 @@ def test_each_layer_is_there_with_its_cut_and_its_bytes(plan) -> None:
     rows = {row.path: row for row in plan.rows}
     held = rows["up_0/kernel"].bytes_per_device + rows["up_0/bias"].bytes_per_device
     assert f"{size_text(held)} of {size_text(2 * held)}" in texts(svg)
-    assert f"kernel (64, 256) {rows['up_0/kernel'].layout}" in texts(svg)
+    assert "kernel (64, 256) split on dim 1 over model" in texts(svg)
     assert size_text(plan.bytes_per_device) in texts(svg)
 
 

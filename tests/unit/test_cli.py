@@ -82,7 +82,7 @@ def test_the_backend_is_that_of_the_environment(
     ("arguments", "error", "text"),
     [
         (["-n", "0"], "LaunchError", "processes must be 1 or more, got 0"),
-        (["-n", "all"], "LaunchError", "processes must be a number or 'gpu', got 'all'"),
+        (["-n", "all"], "LaunchError", "-n (--processes) must be a number or 'gpu', got 'all'"),
         (["--nodes", "2"], "LaunchError", "--address host:port"),
         (["--nodes", "2", "--node-rank", "2", "--address", "a:1"], "LaunchError", "node rank 2 is not one of 0..1"),
         (["--address", "nowhere"], "LaunchError", "'nowhere' must be host:port"),
@@ -104,6 +104,19 @@ def test_what_cannot_be_run_is_exit_code_2_and_one_paragraph(
     assert said.err.startswith(f"unidist: {error}: ")
     assert text in said.err
     assert "Traceback" not in said.err
+
+
+def test_an_option_that_is_none_is_refused_with_the_one_that_is_meant(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run", "--procesess", "2", script])
+    said = capsys.readouterr().err
+    assert said.startswith("usage: unidist run ")
+    assert "unrecognized arguments: --procesess; is it --processes?" in said
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run"])
+    assert "required: SCRIPT\n" in capsys.readouterr().err
 
 
 def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,10 +213,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"unidist {unidist.__version__}\n"
 
 
-def test_without_a_command_the_usage_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main([])
-    assert "COMMAND" in capsys.readouterr().err
+def test_without_a_command_all_of_them_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert all(f"\n    {command.name}" in said.err for command in cli.commands())
 
 
 def test_the_module_is_the_command() -> None:

@@ -30,6 +30,17 @@ def test_every_layout_is_what_its_repr_says() -> None:
         assert eval(repr(layout)) == layout
 
 
+def test_tables_say_it_in_words() -> None:
+    nested = Layout(("a", "b"), None, "c", partial={"d": "mean", "e": "sum", "f": "sum"})
+    assert (
+        nested.in_words
+        == "split on dim 0 over a and b, on dim 2 over c, parts of a mean over d, parts of a sum over e and f"
+    )
+    assert (Layout().in_words, Layout(partial="a").in_words) == ("replicated", "parts of a sum over a")
+    assert Layout(fanout=("a", "b")).in_words == "its gradient is parts of a sum over a and b"
+    assert len({layout.in_words for layout in ALL}) == len(ALL)
+
+
 @given(st.sampled_from(ALL))
 def test_the_dual_changes_partial_and_fanout_and_is_its_own_inverse(layout: Layout) -> None:
     swapped = {"S": "S", "I": "I", "P": "F", "F": "P"}

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -87,3 +88,22 @@ def test_the_first_process_writes(start: Callable[..., None], capsys: pytest.Cap
     logger.warning("off again")
     assert capsys.readouterr().err == ""
     assert logging.getLogger("unidist").level == logging.NOTSET
+
+
+def test_what_takes_long_says_so_once_by_the_first_process(
+    start: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "PATIENCE", 0.05)
+    for number in (None, 0, 1):
+        start(lambda number=number: number)
+        with log.while_long("planning"), log.while_long("planning"):
+            time.sleep(0.2)
+        said = capsys.readouterr()
+        assert said.err.splitlines() == ([] if number else ["unidist: planning...", "unidist: planning took 0 s"])
+        assert said.out == ""
+    monkeypatch.setattr(log, "PATIENCE", 30.0)
+    with log.while_long("planning"):
+        pass
+    with pytest.raises(KeyError), log.while_long("planning"):
+        raise KeyError
+    assert capsys.readouterr().err == ""

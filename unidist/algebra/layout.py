@@ -92,6 +92,25 @@ class Layout:
             parts.append(f"fanout={(self.fanout if len(self.fanout) > 1 else self.fanout[0])!r}")
         return f"Layout({', '.join(parts)})"
 
+    @property
+    def in_words(self) -> str:
+        """Says it in words, as tables show it.
+
+        Example:
+            >>> Layout().in_words, Layout(None, "model").in_words
+            ('replicated', 'split on dim 1 over model')
+            >>> Layout("data", partial="model").in_words
+            'split on dim 0 over data, parts of a sum over model'
+        """
+        cut = ", ".join(f"on dim {dim} over {' and '.join(axes)}" for dim, axes in enumerate(self.dims) if axes)
+        parts = [f"split {cut}"] if cut else []
+        for op in dict.fromkeys(op for _, op in self.partial):
+            over = " and ".join(axis for axis, other in self.partial if other == op)
+            parts.append(f"parts of a {op} over {over}")
+        if self.fanout:
+            parts.append(f"its gradient is parts of a sum over {' and '.join(self.fanout)}")
+        return ", ".join(parts) or "replicated"
+
     def __hash__(self) -> int:
         return self._hash
 

@@ -187,7 +187,7 @@ def _kind(heading: str, layout: Layout | None, rests_in_parts: bool = False) -> 
 
 
 def _detail(path: str, shape: tuple[int, ...], layout: Layout | None) -> str:
-    return f"{path.rpartition('/')[2]} {shape} {'' if layout is None else layout}".rstrip()
+    return f"{path.rpartition('/')[2]} {shape} {'' if layout is None else layout.in_words}".rstrip()
 
 
 def _paired(layers: list[Layer], pairs: Sequence[tuple[str, ...]]) -> list[Layer]:

@@ -126,7 +126,7 @@ def _traffic(plan: Plan) -> str:
 
 def _variables(plan: Plan, most: int) -> str:
     head = ("variable", "shape", "layout", "bytes per device", "why")
-    rows = [(r.path, str(r.shape), str(r.layout), f"{r.bytes_per_device:,}", r.reason) for r in plan.rows[:most]]
+    rows = [(r.path, str(r.shape), r.layout.in_words, f"{r.bytes_per_device:,}", r.reason) for r in plan.rows[:most]]
     if len(plan.rows) > most:
         rows.append((f"and {len(plan.rows) - most:,} variables more: print(plan) shows all", "", "", "", ""))
     return table("Variables", head, rows, (3,))

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from unidist import log
 from unidist.backends.protocol import itemsize
 from unidist.errors import CapabilityError
 from unidist.keras.active_distribution import all_variables
@@ -83,6 +84,7 @@ def by_first(
     if several is None or is_writing():
         return write()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(log.while_long("saving" if model is None else f"saving model {model.name!r}"))
         if model is not None:
             stack.enter_context(gathered(model))
         stack.enter_context(several.saving())

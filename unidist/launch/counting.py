@@ -37,7 +37,7 @@ def processes_of(text: str, environ: Mapping[str, str] = os.environ) -> int:
         try:
             return int(text)
         except ValueError:
-            raise LaunchError(f"processes must be a number or {GPUS!r}, got {text!r}") from None
+            raise LaunchError(f"-n (--processes) must be a number or {GPUS!r}, got {text!r}") from None
     found = _gpus(environ)
     if not found:
         raise LaunchError(f"-n {GPUS}: this node shows no GPU; give a number of processes")

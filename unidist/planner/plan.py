@@ -151,7 +151,7 @@ class Plan:
         """Tables of text: variables with their reasons, totals of a device, collectives of a step."""
         sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
         head = ("variable", "shape", "layout", "bytes per device", "why")
-        rows = [(r.path, str(r.shape), str(r.layout), f"{r.bytes_per_device:,}", r.reason) for r in self.rows]
+        rows = [(r.path, str(r.shape), r.layout.in_words, f"{r.bytes_per_device:,}", r.reason) for r in self.rows]
         title = f"{self.name} on {sizes}: {self.sharded_fraction:.1%} of its bytes sharded"
         variables = titled(title, (head, *rows), (3,), width)
         zero = f", zero={self.zero}" if self.zero else ""

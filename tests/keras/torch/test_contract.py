@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import re
 import weakref
 
 import keras
@@ -322,7 +323,12 @@ def test_describe_tells_the_bytes_that_are_held():
     kernels = {row.path.split("/", 1)[1]: row for row in table.rows if row.path.endswith("kernel")}
     assert kernels["a/kernel"].bytes_per_device == 12 * 16 * 4 // 4
     assert sum("_velocity" in row.path and row.is_sharded for row in table.rows) == 3
-    assert "a/kernel" in table.show()
+    brief, whole = table.show(), table.show(slots=True)
+    assert re.search(r"a/kernel +\(12, 16\) +split on dim 1 over model +\(12, 4\) +192\n", brief)
+    assert "_velocity" not in brief
+    count = len(model.optimizer.variables)
+    assert re.search(rf"\nslots \({count} variables of the optimizer\) +{table.bytes_of('slots'):,}\n", brief)
+    assert len(whole.splitlines()) == len(brief.splitlines()) + count
 
 
 def test_saving_writes_the_full_values_and_loads_into_another_mesh(tmp_path, strategy):

@@ -131,27 +131,37 @@ class Description:
     def __str__(self) -> str:
         return self.show()
 
-    def show(self) -> str:
-        """A table of text: path, global shape, layout, local shape, bytes per device; and the sums."""
-        head, body, numbers = self.table()
+    def show(self, *, slots: bool = False) -> str:
+        """A table of text: each weight's path, shape, layout in words, shape and bytes on a device; then sums.
+
+        Args:
+            slots: a row for each of the optimizer's variables too, not only their sum.
+        """
+        head, body, numbers = self.table(slots=slots)
         return table((head, *body), numbers=numbers)
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[int, ...]]:
+    def table(self, *, slots: bool = False) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[int, ...]]:
         """Head and rows of that table, and which of its columns are numbers."""
-        head = ("variable", "shape", "layout", "local shape", "bytes per device")
+        head = ("variable", "shape", "layout", "shape on a device", "bytes per device")
         body: list[tuple[str, ...]] = [
             (
                 r.path,
                 str(r.shape),
-                "-" if r.layout is None else str(r.layout),
+                r.in_words,
                 str(r.local_shape),
                 f"{r.bytes_per_device:,}" if not r.host_bytes else f"{r.host_bytes:,} on the host",
             )
             for r in self.rows
+            if slots or r.kind != "slots"
         ]
-        for kind in ("weights", "slots", "gradients"):
-            body.append((kind, "", "", "", f"{self.bytes_of(kind):,}"))
-        body.append(("total of variables", "", "", "", f"{self.bytes_per_device:,}"))
+        count = sum(r.kind == "slots" for r in self.rows)
+        sums = (
+            ("weights", self.bytes_of("weights")),
+            (f"slots ({count} variables of the optimizer)", self.bytes_of("slots")),
+            ("weights and slots", self.bytes_per_device),
+            ("gradients, during a step", self.bytes_of("gradients")),
+        )
+        body += [(what, "", "", "", f"{size:,}") for what, size in sums]
         if host := self.bytes_of("host"):
             body.append(("slots in host memory", "", "", "", f"{host:,} on the host"))
         return head, body, (4,)

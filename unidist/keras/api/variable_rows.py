@@ -35,6 +35,11 @@ class Row:
     host_bytes: int = 0
 
     @property
+    def in_words(self) -> str:
+        """Says how it is laid out."""
+        return "not distributed" if self.layout is None else self.layout.in_words
+
+    @property
     def is_sharded(self) -> bool:
         return self.layout is not None and bool(self.layout.dims)
 

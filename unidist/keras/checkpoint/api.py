@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from unidist import __version__
+from unidist import __version__, log
 from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.directory import Directory, Step
 from unidist.checkpoint.folders import FolderDirectory
@@ -122,7 +122,8 @@ def save(
     if asynchronous and isinstance(there, FolderDirectory):
         later.start(state, there.path / name, told, keep, number)
         return there.folder(number)
-    agree(holders, _write(state, there, name), f"write {name} in {there.where}")
+    with log.while_long(f"writing {name} in {there.where}"):
+        agree(holders, _write(state, there, name), f"write {name} in {there.where}")
 
     def end() -> dict[str, Any]:
         stands = there.commit(name, state.files, told, holders.count)
@@ -274,7 +275,7 @@ def _put(state: State, opened: Callable[[], Reader | Source], what: str, strict:
         failure = error
     agree(holders, failure, f"read {what}")
     assert reader is not None
-    with contextlib.closing(reader):
+    with log.while_long(f"reading {what}"), contextlib.closing(reader):
         if isinstance(reader, Source):
             reader.plan(fits)
         for name, held in fits:

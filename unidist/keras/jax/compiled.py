@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from unidist import events, session
+from unidist import events, log, session
 from unidist.backends.checking import checks_all
 from unidist.backends.jax import agreeing, joining
 from unidist.backends.jax.hlo import collectives_of, events_of
@@ -34,8 +35,19 @@ class Program:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function: Any = function
         self.is_compiled = hasattr(function, "lower")
+        self._is_made = not self.is_compiled
         self._compared: set[Hashable] = set()
         self._sent: dict[Hashable, tuple[Event, ...]] = {}
+
+    @contextlib.contextmanager
+    def made(self, what: str) -> Iterator[None]:
+        """Says that it is compiled inside, where that takes long and is the first time."""
+        if self._is_made:
+            yield
+            return
+        with log.while_long(f"compiling a {what}"):
+            yield
+        self._is_made = True
 
     def compare(self, what: str, distribution: Any, state: Any, batch: Any) -> None:
         """Returns when all processes of the mesh have come to the same step, on a batch of the same shapes.

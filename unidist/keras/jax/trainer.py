@@ -218,9 +218,10 @@ def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
         placed = data.place(batch, distribution)
         name = _STEPS[len(state)]
         pacing.before_step(name)
-        program.compare(name, distribution, state, placed)
-        program.record(name, distribution, state, placed)
-        return pacing.dispatched(name, lambda: run(state, placed, distribution))
+        with program.made(name):
+            program.compare(name, distribution, state, placed)
+            program.record(name, distribution, state, placed)
+            return pacing.dispatched(name, lambda: run(state, placed, distribution))
 
     def run(state: Any, placed: Any, distribution: Any) -> Any:
         if program.is_compiled:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from unidist import log
 from unidist.algebra import Mesh
 from unidist.algebra.mesh import parse_mesh
 from unidist.backends import on_keras
 from unidist.drawing.page import report
-from unidist.errors import DrawingError, LayoutError, UnidistError
+from unidist.errors import ArgumentError, DrawingError, LayoutError, UnidistError
 from unidist.strategies.zero import STAGES
 
 
@@ -24,9 +25,11 @@ def main(arguments: Sequence[str]) -> int:
     page = _page(options.html)
     os.environ["KERAS_BACKEND"] = on_keras.choice().name
     mesh = Mesh(parse_mesh(options.mesh))
-    model = build(load(options.target))
-    from unidist.keras.planning.plan import plan
+    with log.while_long(f"importing Keras on {os.environ['KERAS_BACKEND']}"):
+        function = load(options.target)
+        from unidist.keras.planning.plan import plan
 
+    model = build(function)
     made = plan(
         model,
         mesh,
@@ -89,15 +92,17 @@ def _axes(text: str | None) -> tuple[str, ...] | None:
 def load(target: str) -> Callable[[], Any]:
     """Returns the function of FILE.py:function.
 
-    The file is run, as by an import. Raises LayoutError where there is none.
+    The file is run, as by an import. Raises ArgumentError where there is none.
     """
     file, _, function = target.rpartition(":")
     path = Path(file)
-    if not file or not path.is_file():
-        raise LayoutError(f"{target!r}: write FILE.py:function; no file {file!r} in {Path.cwd()}")
+    if not file or not function:
+        raise ArgumentError(f"{target!r}: write FILE.py:function, as {file or function}:model")
+    if not path.is_file():
+        raise ArgumentError(f"{target!r}: no file {file!r} in {Path.cwd()}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise LayoutError(f"{target!r}: {file!r} is no Python file")
+        raise ArgumentError(f"{target!r}: {file!r} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     # What the file's script would import from beside it.
@@ -105,7 +110,7 @@ def load(target: str) -> Callable[[], Any]:
     spec.loader.exec_module(module)
     found = getattr(module, function, None)
     if not callable(found):
-        raise LayoutError(f"{target!r}: {file} has no function {function!r}")
+        raise ArgumentError(f"{target!r}: {file} has no function {function!r}")
     return found  # type: ignore[no-any-return]
 
 
@@ -143,5 +148,5 @@ def _layout_map(file: str | None) -> Any:
         return "auto"
     path = Path(file)
     if not path.is_file():
-        raise LayoutError(f"--layout-map {file!r}: no such file in {Path.cwd()}")
+        raise ArgumentError(f"--layout-map {file!r}: no such file in {Path.cwd()}")
     return LayoutMap.from_json(path.read_text())

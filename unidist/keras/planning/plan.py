@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from unidist import log
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.array import as_mesh
 from unidist.errors import LayoutError
@@ -112,7 +113,7 @@ def _made(
     mesh = strategy.mesh
     axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
     follow = functools.partial(to_follow, mesh=mesh, axes=axes) if rules is None else ended
-    with seeds.untouched(), _one_thread():
+    with log.while_long(f"planning model {model.name!r}"), seeds.untouched(), _one_thread():
         facts = read(model, _places(mesh, axes), inputs, follow, keeps=rehearse is not None)
         how = rehearse or (lambda layouts, shared: "layouts alone were asked for")
         lengths = _lengths(model, inputs, strategy, sequence) if rehearse is not None else frozenset()

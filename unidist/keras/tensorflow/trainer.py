@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from unidist import events
+from unidist import events, log
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
 from unidist.keras import active_distribution, seeds
@@ -147,7 +147,10 @@ class _Step:
         if key not in self._programs:
             self._programs[key] = _Program(self._step, self._distribution, self._kind)
         program = self._programs[key]
-        with contextlib.nullcontext() if program.has_run else self._constants():
+        with contextlib.ExitStack() as first:
+            if not program.has_run:
+                first.enter_context(log.while_long(f"compiling a {self._kind.replace('_', ' ')}"))
+                first.enter_context(self._constants())
             outputs = program.run(batch)
         if program.traffic.events is None:
             ledger.record(self._model, self._distribution, self._kind, batch)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.array import as_layout
 from unidist.errors import LayoutError
@@ -210,7 +211,7 @@ def equalize(variables: Iterable[Any], world: RankWorld) -> None:
         stored = variable._storage.shardings.stored
         axes = tuple(a for a in world.mesh.axis_names if stored.layout.state(a) in ("I", "F"))
         if axes and world.mesh.axis_size(axes) > 1 and not stored.layout.partial:
-            with torch.no_grad():
+            with torch.no_grad(), events.for_purpose("first weights"):
                 shard = variable._storage.parameter()
                 shard.copy_(world.backend.broadcast(shard.detach(), stored, axes, 0))
 
@@ -219,7 +220,8 @@ def _from_first(value: torch.Tensor, world: RankWorld) -> torch.Tensor:
     if world.is_virtual:
         return value
     whole = Sharding(world.mesh, Layout(), tuple(value.shape))
-    return world.backend.broadcast(value, whole, world.mesh.axis_names, 0)
+    with events.for_purpose("first weights"):
+        return world.backend.broadcast(value, whole, world.mesh.axis_names, 0)
 
 
 def _unplaced(variables: Iterable[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ import keras
 import torch
 
 import unidist
+from unidist import log
 from unidist.backends.checking import checks_all
 from unidist.errors import CapabilityError, UnidistError
 from unidist.keras.needs import parts_of
@@ -116,7 +117,8 @@ class WholeSteps:
             self._refuse(kind, reason or "another process cannot trace it")
             return eagerly(frame, batch)
         self._programs[key] = program
-        out, reason = self._proven(frame, program, given, batch, passing, eagerly)
+        with log.while_long(f"comparing a {kind} step of {self._model.name!r} with its program"):
+            out, reason = self._proven(frame, program, given, batch, passing, eagerly)
         if not self._all(not reason):
             self._refuse(kind, reason or "another process finds other numbers")
         return out
@@ -137,7 +139,8 @@ class WholeSteps:
             if not self._traffic().is_holding(passing.rank):
                 self._traffic().hold(passing.rank, False)
             try:
-                out = passing.run(program, given)
+                with log.while_long(f"compiling a step of {self._model.name!r}"):
+                    out = passing.run(program, given)
                 self.compiled += 1
                 return out
             except torch._dynamo.exc.TorchDynamoException as error:
@@ -170,7 +173,7 @@ class WholeSteps:
             return self._traffic().traced(own, kind, carried, passing.waits)
 
         try:
-            with as_before(parts_of(self._model)):
+            with log.while_long(f"tracing a {kind} step of {self._model.name!r}"), as_before(parts_of(self._model)):
                 program.trace(frame, step, given, passing.carried(), moving)
         # Whatever a step does where tensors have no values: it has just run where they have.
         except Exception as error:
