@@ -58,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         parser.print_help(sys.stderr)
         return 2
+    names = [command.name for command in commands()]
+    if given[0] not in names and (alike := difflib.get_close_matches(given[0], names, 1)):
+        parser.error(f"no command {given[0]!r}; is it {alike[0]!r}?")
     parsed, strange = parser.parse_known_args(given)
     if strange:
         _refuse(parsed.parser, strange)

@@ -18,7 +18,7 @@ from unidist import session
 from unidist.algebra import Mesh
 from unidist.algebra.mesh import parse_mesh
 from unidist.backends import extras, registry
-from unidist.backends.protocol import Array, itemsize
+from unidist.backends.protocol import Array, DistributionBackend, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
 from unidist.keras.api.variable_rows import Row
 from unidist.ledger import Ledger, ledger
@@ -81,6 +81,8 @@ def main(arguments: Sequence[str] = ()) -> int:
         options.backend, devices=math.prod(sizes.values()) if not registry.entry(options.backend).one_device else None
     )
 
+    _check_started(adapter, math.prod(sizes.values()))
+
     def say(text: str) -> None:
         if adapter.process_index() == 0:
             print(text, flush=True)
@@ -104,9 +106,20 @@ def main(arguments: Sequence[str] = ()) -> int:
     say("\nThe same on one device:")
     alone, _ = _train(_model(), digits, options.epochs, verbose=2 if options.quiet else 1)
     say("\n" + _epochs(many, alone))
+    if adapter.process_count() == 1:
+        say("Virtual devices share this machine's cores: they show the numbers, and not the speed.")
     verdicts = _verdicts(many, alone)
     say("\n" + "\n".join(f"{'ok  ' if good else 'MISS'}  {text}" for good, text in verdicts))
     return 0 if all(good for good, _ in verdicts) else 1
+
+
+def _check_started(adapter: DistributionBackend, wanted: int) -> None:
+    """Raises MeshError where devices are processes, and too few were started."""
+    if (found := len(adapter.list_devices())) < wanted:
+        raise MeshError(
+            f"{wanted} devices are wanted, and {adapter.name!r} has {found}, a process each: "
+            f"`unidist run -n {wanted} --backend {adapter.name} -m unidist demo --backend {adapter.name}`"
+        )
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -34,12 +34,13 @@ def titled(title: str, rows: Sequence[Sequence[str]], numbers: Container[int], w
     from rich.table import Table
 
     head, *body = rows
-    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for k, name in enumerate(head):
         drawn.add_column(name, justify="right" if k in numbers else "left", overflow="fold")
     for row in body:
         drawn.add_row(*row)
     console = Console(width=width, force_terminal=False, color_system=None, markup=False, emoji=False)
     with console.capture() as capture:
+        console.print(title, highlight=False, soft_wrap=True)
         console.print(drawn)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

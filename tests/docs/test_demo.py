@@ -66,3 +66,10 @@ def test_a_mesh_that_cannot_be_is_refused(arguments: list[str], monkeypatch: pyt
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.endswith(HIDDEN["sklearn"])])
     with pytest.raises(MeshError, match="--mesh"):
         demo.main(arguments)
+
+
+def test_where_devices_are_processes_it_says_how_to_start_them() -> None:
+    done = run("--backend", "torch")
+    assert done.returncode == 2
+    assert "`unidist run -n 4 --backend torch -m unidist demo --backend torch`" in done.stderr
+    assert done.stdout == ""

@@ -81,7 +81,7 @@ def test_the_backend_is_that_of_the_environment(
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        (["-n", "0"], "LaunchError", "processes must be 1 or more, got 0"),
+        (["-n", "0"], "LaunchError", "processes (-n) must be 1 or more, got 0"),
         (["-n", "all"], "LaunchError", "-n (--processes) must be a number or 'gpu', got 'all'"),
         (["--nodes", "2"], "LaunchError", "--address host:port"),
         (["--nodes", "2", "--node-rank", "2", "--address", "a:1"], "LaunchError", "node rank 2 is not one of 0..1"),
@@ -114,6 +114,9 @@ def test_an_option_that_is_none_is_refused_with_the_one_that_is_meant(
     said = capsys.readouterr().err
     assert said.startswith("usage: unidist run ")
     assert "unrecognized arguments: --procesess; is it --processes?" in said
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["demos"])
+    assert "no command 'demos'; is it 'demo'?" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main(["run"])
     assert "required: SCRIPT\n" in capsys.readouterr().err

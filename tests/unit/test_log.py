@@ -101,7 +101,7 @@ def test_what_takes_long_says_so_once_by_the_first_process(
         said = capsys.readouterr()
         assert said.err.splitlines() == ([] if number else ["unidist: planning...", "unidist: planning took 0 s"])
         assert said.out == ""
-    monkeypatch.setattr(log, "PATIENCE", 30.0)
+    monkeypatch.setattr(log, "PATIENCE", 1.0)
     with log.while_long("planning"):
         pass
     with pytest.raises(KeyError), log.while_long("planning"):

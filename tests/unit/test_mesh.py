@@ -11,6 +11,7 @@ import pytest
 
 from unidist.algebra import Mesh, Sharding
 from unidist.algebra.mesh import set_world
+from unidist.array import as_mesh
 from unidist.errors import LayoutError, MeshError
 
 PERMUTED = Mesh({"a": 2, "b": 3, "c": 2}, devices=[7, 0, 11, 3, 2, 5, 1, 4, 10, 6, 9, 8])
@@ -61,6 +62,8 @@ def test_the_world_fills_an_open_axis_and_names_its_devices(six_devices: None) -
         Mesh({"data": -1, "model": 4})
     with pytest.raises(MeshError, match=r"unknown device 'gpu:0': the world has \['cpu:0'"):
         Mesh({"x": 1}, ["gpu:0"])
+    with pytest.raises(MeshError, match=r"found \{'x': 6\}: write unidist\.Mesh\(\{'x': 6\}\)"):
+        as_mesh({"x": 6})
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,8 @@ def test_a_rule_that_uses_the_data_axis_is_left_as_it_is() -> None:
 def test_unknown_stages_and_axes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"zero=4: a stage of ZeRO is one of \(0, 1, 2, 3\)"):
         Strategy(GRID, ("data",), zero=4)
+    with pytest.raises(ValueError, match=r"zero=True: a stage of ZeRO"):
+        Strategy(GRID, ("data",), zero=True)
     with pytest.raises(MeshError):
         Strategy(GRID, ("rows",))
 

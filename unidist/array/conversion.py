@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ def as_mesh(mesh: Any) -> Mesh:
     if all(hasattr(mesh, name) for name in ("shape", "axis_names", "devices")):
         devices = np.asarray(mesh.devices).reshape(-1).tolist()
         return Mesh(dict(zip(mesh.axis_names, mesh.shape, strict=True)), devices)
-    raise MeshError(f"expected a Mesh or a keras.distribution.DeviceMesh, found {type(mesh).__name__}")
+    found = f"{mesh!r}: write unidist.Mesh({mesh!r})" if isinstance(mesh, Mapping) else type(mesh).__name__
+    raise MeshError(f"expected a Mesh or a keras.distribution.DeviceMesh, found {found}")
 
 
 def as_layout(layout: Any) -> Layout:

@@ -72,7 +72,7 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         """Raises MeshError where the mesh names a rank that the world does not have."""
         count = len(self.list_devices())
         if max(mesh.devices) >= count:
-            raise MeshError(f"{mesh} names rank {max(mesh.devices)}, but the world has {count} devices")
+            raise MeshError(f"{mesh} needs {max(mesh.devices) + 1} devices, and the world has {count}")
 
     def into_program(self) -> AbstractContextManager[list[events.Event]]:
         """Inside, moves become part of the program that is being traced; gives what each run of it will send.

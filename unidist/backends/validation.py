@@ -24,12 +24,9 @@ def check_ranks(mesh: Mesh, name: str, count: int, remedy: str) -> None:
 
     `remedy` says what helps, with {needed} for the number of devices that the mesh takes.
     """
-    beyond = [rank for rank in mesh.devices if rank >= count]
-    if beyond:
-        raise MeshError(
-            f"{mesh} names rank {beyond[0]}, but {name} has {count} devices: "
-            f"{remedy.format(needed=max(mesh.devices) + 1)}"
-        )
+    needed = max(mesh.devices) + 1
+    if needed > count:
+        raise MeshError(f"{mesh} needs {needed} devices, and {name} has {count}: {remedy.format(needed=needed)}")
 
 
 def check_one_dtype(shards: Iterable[Any]) -> None:

@@ -151,7 +151,7 @@ class LayoutMap(MutableMapping[str, Layout]):
             near = ", ".join(repr(p) for p in known[:8])
             raise LayoutError(
                 f"rules that match no variable: {idle}. A rule must match the whole path (re.fullmatch): "
-                f"write '.*/kernel' for 'dense/kernel'. The model has {len(known)} variables: {near}"
+                f"begin it with '.*' to match how paths end. The model has {len(known)} variables: {near}"
                 + (", ..." if len(known) > 8 else "")
             )
 

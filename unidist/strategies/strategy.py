@@ -85,7 +85,8 @@ class Strategy:
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)
-        if self.zero not in STAGES:
+        # True is 1 to Python.
+        if isinstance(self.zero, bool) or self.zero not in STAGES:
             raise ArgumentError(f"zero={self.zero!r}: a stage of ZeRO is one of {STAGES}")
         named = self.data_axes if self.shard_axes is None else self.mesh.check_axes(self.shard_axes)
         if strange := [axis for axis in named if axis not in self.data_axes]:

@@ -191,7 +191,7 @@ class HorovodBackend(LocalViewBackend[Any]):
     def check_mesh(self, mesh: Mesh) -> None:
         count = len(self.list_devices())
         if max(mesh.devices) >= count:
-            raise MeshError(f"{mesh} names rank {max(mesh.devices)}: {_too_few(max(mesh.devices) + 1, count)}")
+            raise MeshError(f"{mesh} needs {max(mesh.devices) + 1}: {_too_few(max(mesh.devices) + 1, count)}")
 
     def mesh(self, mesh: Mesh) -> HorovodMesh:
         """Process sets along the groups of the mesh's axes, made on the first call.
@@ -276,6 +276,6 @@ def _check_devices(devices: int | Sequence[str] | None) -> None:
 
 def _too_few(wanted: int, found: int) -> str:
     return (
-        f"the world has {found} devices, one for each process. Start {wanted} processes: "
+        f"devices here are processes, and {found} of {wanted} are started. Start {wanted}: "
         f"`unidist run --backend horovod -n {wanted} script.py` or `horovodrun -np {wanted} python script.py`"
     )

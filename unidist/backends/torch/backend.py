@@ -238,7 +238,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     def check_mesh(self, mesh: Mesh) -> None:
         count = len(self.list_devices())
         if max(mesh.devices) >= count:
-            raise MeshError(f"{mesh} names rank {max(mesh.devices)}: {_too_few(max(mesh.devices) + 1, count)}")
+            raise MeshError(f"{mesh} needs {max(mesh.devices) + 1}: {_too_few(max(mesh.devices) + 1, count)}")
 
     def mesh(self, mesh: Mesh) -> Any:
         """Returns torch's DeviceMesh, with the axes' names, groups in the mesh's order. Members call together."""
@@ -338,6 +338,6 @@ def _canonical(name: str) -> str:
 
 def _too_few(wanted: int, found: int) -> str:
     return (
-        f"the world has {found} devices, one for each process. Start {wanted} processes: "
+        f"devices here are processes, and {found} of {wanted} are started. Start {wanted}: "
         f"`unidist run -n {wanted} script.py` or `torchrun --nproc-per-node {wanted} script.py`"
     )

@@ -53,11 +53,14 @@ def reraise(error: RuntimeError, what: str, ranks: tuple[int, ...]) -> NoReturn:
         raise error
     raise ProcessLostError(
         f"{what} over ranks {list(ranks)}: another process of the group ended or did not come in time "
-        f"({_first_line(error)}). Look at the output of the other processes for the first error; where they were only "
-        "slow, give unidist.initialize a longer timeout; then start all processes again"
+        f"({_first_line(error)}). Look at the output of the other processes for the first error; where there is none, "
+        "one ended before this one, and all must make the same calls; where they were only slow, give "
+        "unidist.initialize a longer timeout; then start all processes again"
     ) from error
 
 
 def _first_line(error: RuntimeError) -> str:
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    # Gloo's advice is not ours.
+    line = line.partition(". This is typically")[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line)
