@@ -57,9 +57,14 @@ def _words(page: Path) -> int:
     return len(page.read_text().split())
 
 
-def test_every_error_is_explained() -> None:
-    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
-    assert sorted(headings) == sorted(name for name in WHERE if name.endswith("Error") and name != "UnidistError")
+def test_every_error_is_explained_with_a_script_that_raises_it() -> None:
+    """Beside what the script prints: tests/docs/test_pages.py runs it and compares."""
+    _, *parts = re.split(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert sorted(sections) == sorted(name for name in WHERE if name.endswith("Error") and name != "UnidistError")
+    for error, text in sections.items():
+        assert f"except unidist.{error} as error:" in text
+        assert text.index("```python") < text.index("```text")
 
 
 def test_every_page_has_a_place_in_the_site() -> None:

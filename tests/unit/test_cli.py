@@ -81,7 +81,7 @@ def test_the_backend_is_that_of_the_environment(
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        (["-n", "0"], "LaunchError", "processes (-n) must be 1 or more, got 0"),
+        (["-n", "0"], "LaunchError", "processes must be 1 or more, got 0"),
         (["-n", "all"], "LaunchError", "-n (--processes) must be a number or 'gpu', got 'all'"),
         (["--nodes", "2"], "LaunchError", "--address host:port"),
         (["--nodes", "2", "--node-rank", "2", "--address", "a:1"], "LaunchError", "node rank 2 is not one of 0..1"),

@@ -94,7 +94,7 @@ def test_what_takes_long_says_so_once_by_the_first_process(
     start: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "PATIENCE", 0.05)
-    for number in (None, 0, 1):
+    for number in (None, 1, 0):
         start(lambda number=number: number)
         with log.while_long("planning"), log.while_long("planning"):
             time.sleep(0.2)

@@ -76,11 +76,14 @@ def worldly() -> None:
 # Choosing ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_backend_is_told_with_the_known_ones() -> None:
+def test_an_unknown_backend_is_told_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         BackendNotAvailableError, match=r"unknown backend 'mpi': one of \[.*'jax', 'sim', 'tensorflow', 'torch'"
     ):
         unidist.use("mpi")
+    monkeypatch.setenv("UNIDIST_BACKEND", "mpi")
+    with pytest.raises(BackendNotAvailableError, match=r"unknown backend 'mpi' \(UNIDIST_BACKEND\)"):
+        unidist.use()
 
 
 def test_what_is_not_installed_is_told_with_the_hint() -> None:

@@ -154,8 +154,9 @@ def entry(name: str) -> Entry:
         return _entries[name]
     point = _points().get(name)
     if point is None:
+        where = " (UNIDIST_BACKEND)" if os.environ.get("UNIDIST_BACKEND") == name else ""
         raise BackendNotAvailableError(
-            f"unknown backend {name!r}: one of {sorted(names())}, or add yours with unidist.register(...)"
+            f"unknown backend {name!r}{where}: one of {sorted(names())}, or add yours with unidist.register(...)"
             f"{namesake.told(name)}"
         )
     home = _home(point)

@@ -71,10 +71,13 @@ def beside(folder: Path) -> list[Check]:
 def check(found: Mapping[str, str], asked: Ranges | None) -> list[Check]:
     """One check for Python, one for this package, and one for each distribution it works with."""
     if asked is None:
-        why = f"{PACKAGE} is not installed (it is imported from a folder), so its ranges are unknown"
+        why = "not installed, but imported from a folder: its ranges of versions are unknown"
         advice = "install it from its checkout: pip install -e FOLDER"
-        names = ("python", PACKAGE, *_told())
-        return [Question(name, "its version is within the range").not_checked(why, advice) for name in names]
+        others = {name: found.get(name, "not installed") for name in ("python", *_told())}
+        return [
+            Question(PACKAGE, "it is installed").not_checked(why, advice),
+            *(Question(name, "its version is within the range").not_checked(text) for name, text in others.items()),
+        ]
     within = _within()
     wanted = _by_name(asked.requires) if within else {}
     checks = [_one("python", found.get("python"), asked.python, within)]

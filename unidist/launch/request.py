@@ -64,7 +64,7 @@ class Request:
 
     def __post_init__(self) -> None:
         for what, count in (
-            ("processes (-n)", self.processes),
+            ("processes", self.processes),
             ("nodes", self.nodes),
             ("devices per process", 1 if self.devices_per_process is None else self.devices_per_process),
         ):
