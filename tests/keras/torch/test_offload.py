@@ -445,7 +445,8 @@ def test_descriptions_say_where_slots_rest(zero):
     assert "host" not in plain.show()
     assert "rest in host memory" in unidist.draw(found).svg
     one = next(row for row in found.rows if row.host_bytes)
-    assert f"{one.host_bytes:,} on the host" in next(line for line in found.show().split("\n") if one.path in line)
+    shown = found.show(slots=True).split("\n")
+    assert f"{one.host_bytes:,} on the host" in next(line for line in shown if one.path in line)
 
 
 def test_plans_count_slots_on_the_host():
