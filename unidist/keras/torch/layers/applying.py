@@ -261,7 +261,7 @@ def _stack(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> A
 
 def _by_rules(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """The layer's own operations, with carriers of its cut weights: each goes by its rule."""
-    values = {id(v): _as_carrier(frame, v, rule.axes) for v in cut_variables(rule.layer)}
+    values = {id(v): _amid_rows(frame, _as_carrier(frame, v, rule.axes)) for v in cut_variables(rule.layer)}
     if rule.kind == "row":
         rule.note_taken(features.comes_cut(frame, args[0], rule.in_dim, rule.axes))
     with frame.reading(values):
@@ -269,17 +269,18 @@ def _by_rules(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -
 
 
 def _as_carrier(frame: Frame, variable: Any, axes: Axes) -> torch.Tensor:
-    """A variable that `axes` cut along one dim, as a carrier; any other gathered.
-
-    Amid the rows of all shards it has the whole of these: what rounds it rounds the sum of their gradients.
-    """
+    """A variable that `axes` cut along one dim, as a carrier; any other gathered."""
     dims = [dim for dim, own in enumerate(variable._storage.layout.dims) if own == axes]
     if len(dims) != 1:
         return _whole(frame, variable)
     shard = _shard(frame, variable, dims[0], axes)
-    out = features.given(frame, shard, dims[0], variable.shape[dims[0]], axes)
+    return features.given(frame, shard, dims[0], variable.shape[dims[0]], axes)
+
+
+def _amid_rows(frame: Frame, x: torch.Tensor) -> torch.Tensor:
+    """Carries a weight amid the rows of all shards: what rounds it rounds the sum of its gradients."""
     is_carried = frame.carried is not None and frame.world.cuts_rows
-    return wrap(out, space_at(frame).whole(out.shape)) if is_carried else out
+    return wrap(x, space_at(frame).whole(x.shape)) if is_carried else x
 
 
 def _gather(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
