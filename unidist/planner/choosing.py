@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unidist.algebra import Axes, Layout, Mesh
-from unidist.planner.facts import Facts, LayerFact, Reach, StackFact, VariableFact, cut_dim, meetings
+from unidist.planner.facts import Facts, LayerFact, Reach, StackFact, VariableFact, cut_dim, layout_along, meetings
 
 # What no pair asks for is cut only where it pays: above this size, or this part of the model.
 LARGE_BYTES = 1 << 20
@@ -111,8 +111,7 @@ class Chooser:
     def _as_kernel(self, layer: LayerFact) -> None:
         kernel = self.choices[layer.kernel].layout
         for index, along in layer.beside:
-            cuts = [cut_dim(along[dim], axes) for dim, axes in enumerate(kernel.dims) if axes and dim in along]
-            layout = cuts[0] if cuts else Layout()
+            layout = layout_along(kernel, along)
             reason = (
                 "as its layer's kernel" if layout.dims else "replicated: its layer's kernel is cut along another dim"
             )

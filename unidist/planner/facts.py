@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -212,10 +213,15 @@ def meetings(facts: Facts) -> dict[int, list[int]]:
     return {row: list(sources) for row, sources in found.items()}
 
 
-def low_rank_layouts(kernel: Layout, ndim: int) -> tuple[Layout, Layout]:
-    """Returns the layouts of two low-rank kernels whose product is laid out as a kernel of so many dims."""
-    *leading, last = (kernel.dim_axes(dim) for dim in range(ndim))
-    return Layout(*leading), Layout(None, last)
+def low_rank_dims(ndim: int) -> tuple[dict[int, int], dict[int, int]]:
+    """Returns of two kernels whose product is one of so many dims: its dims -> their own ones along these."""
+    return {dim: dim for dim in range(ndim - 1)}, {ndim - 1: 1}
+
+
+def layout_along(kernel: Layout, along: Mapping[int, int]) -> Layout:
+    """Returns the layout of what goes along a kernel: kernel dim -> its own dim along that one."""
+    axes = {own: kernel.dim_axes(dim) for dim, own in along.items()}
+    return Layout(*(axes.get(own) for own in range(max(axes, default=-1) + 1)))
 
 
 def cut_dim(dim: int, axes: Axes) -> Layout:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.planner.choosing import LARGE_BYTES
-from unidist.planner.facts import cut_dim, low_rank_layouts
+from unidist.planner.facts import cut_dim, layout_along, low_rank_dims
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.plan import Plan
 
@@ -41,8 +41,8 @@ class FoundLayouts:
         owner, _, name = path.rpartition("/")
         if name in _LOW_RANK and f"{owner}/kernel" in self.layout_map:  # added since the plan was made
             kernel = self.layout_map[f"{owner}/kernel"]
-            layouts = low_rank_layouts(kernel, max(len(kernel.dims), len(shape)))
-            return layouts[_LOW_RANK.index(name)]
+            dims = low_rank_dims(max(len(kernel.dims), len(shape)))
+            return layout_along(kernel, dims[_LOW_RANK.index(name)])
         return self._at_first(tuple(shape))
 
     def knows(self, variables: Iterable[tuple[str, tuple[int, ...]]]) -> bool:

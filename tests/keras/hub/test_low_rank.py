@@ -4,7 +4,6 @@ has them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 
 import unidist
-from tests import preloaded
-from tests.keras.hub import tasks, zoo
+from tests.keras.hub import zoo
 from unidist.testing.processes import ProcessWorld
 
 RANK, STEPS = 4, 3
@@ -100,19 +98,6 @@ def test_the_plan_predicts_them(rehearsed: bool, monkeypatch: pytest.MonkeyPatch
     assert sum(count for (_, why, _), count in (added - plain).items() if why != "gradients") == 4
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[ProcessWorld]:
-    with ProcessWorld(
-        2,
-        env={"KERAS_BACKEND": "torch"},
-        setup=tasks.start,
-        setup_args=("torch", 2),
-        timeout=200,
-        preload=preloaded.KERAS["torch"],
-    ) as world:
-        yield world
-
-
 @pytest.mark.processes
-def test_in_two_processes(processes: ProcessWorld) -> None:
+def test_in_processes(processes: ProcessWorld) -> None:
     processes.call(check, 2)

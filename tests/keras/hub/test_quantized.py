@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -15,8 +14,7 @@ import numpy as np
 import pytest
 
 import unidist
-from tests import preloaded
-from tests.keras.hub import tasks, zoo
+from tests.keras.hub import zoo
 from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessWorld
 
@@ -155,22 +153,9 @@ def adapters(backbone: Any) -> list[np.ndarray]:
     return [keras.ops.convert_to_numpy(v) for layer in layers for v in (layer.lora_kernel_a, layer.lora_kernel_b)]
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[ProcessWorld]:
-    with ProcessWorld(
-        2,
-        env={"KERAS_BACKEND": "torch"},
-        setup=tasks.start,
-        setup_args=("torch", 2),
-        timeout=200,
-        preload=preloaded.KERAS["torch"],
-    ) as world:
-        yield world
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "compiled"), [("int8", False), ("float8", False), ("int8", True)])
-def test_in_two_processes(kind: str, compiled: bool, processes: ProcessWorld) -> None:
+def test_in_processes(kind: str, compiled: bool, processes: ProcessWorld) -> None:
     processes.call(in_processes, kind, compiled)
 
 

@@ -11,6 +11,7 @@ import keras
 from unidist.keras.layer_facts import overwritten
 from unidist.keras.layers import children, computes_as, has_more_than_its_kernel, keeps_to_its_kernel
 from unidist.keras.patching.compat import BaseConv
+from unidist.planner.facts import low_rank_dims
 
 RECURRENT_CELLS = (keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.ConvLSTM1D)
 _TABLES = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
@@ -63,10 +64,9 @@ def candidate(layer: Any) -> Candidate | None:
 
 
 def _beside(layer: Any, found: Candidate) -> Iterator[tuple[Any, dict[int, int]]]:
-    last = len(found.kernel.shape) - 1
     if getattr(layer, "lora_enabled", False):
-        yield layer.lora_kernel_a, {dim: dim for dim in range(last)}
-        yield layer.lora_kernel_b, {last: 1}
+        added = layer.lora_kernel_a, layer.lora_kernel_b
+        yield from zip(added, low_rank_dims(len(found.kernel.shape)), strict=True)
     if layer.quantization_mode == "int8":
         # It meets the outputs as a bias does, aligned from the end.
         scale, shape = layer.kernel_scale, found.kernel.shape

@@ -67,10 +67,15 @@ def shards(zero: int, shard_axis: str | Axes | None) -> dict[str, Any]:
     return {"zero": zero, "shard_axes": shard_axis}
 
 
+def _check_choice(name: str, given: str, choices: Any) -> None:
+    """Raises ArgumentError for what is none of a Literal's choices."""
+    if given not in get_args(choices):
+        raise ArgumentError(f"{name}={given!r}: give one of {', '.join(map(repr, get_args(choices)))}")
+
+
 def _check_experts(experts: str) -> None:
     """Raises ArgumentError for no choice, and CapabilityError where Keras's backend has none."""
-    if experts not in get_args(Experts):
-        raise ArgumentError(f"experts={experts!r}: give one of {', '.join(map(repr, get_args(Experts)))}")
+    _check_choice("experts", experts, Experts)
     if experts == "dispatch" and keras.config.backend() != "torch":
         raise CapabilityError(
             f"experts='dispatch': with Keras on {keras.config.backend()!r} steps are compiled, and how many rows an "
@@ -85,8 +90,7 @@ def offloads(offload: str) -> dict[str, Any]:
         ArgumentError: `offload` is no choice.
         CapabilityError: Keras's backend has none.
     """
-    if offload not in get_args(Offload):
-        raise ArgumentError(f"offload={offload!r}: give one of {', '.join(map(repr, get_args(Offload)))}")
+    _check_choice("offload", offload, Offload)
     if offload != "none" and keras.config.backend() != "torch":
         raise CapabilityError(
             f"offload={offload!r}: with Keras on {keras.config.backend()!r} a step is one compiled program, and its "
@@ -104,8 +108,7 @@ def contexts(axes: Axes, attention: str, sequence_parallel: bool) -> dict[str, A
             parts of sequences are asked for twice.
     """
     name = keras.config.backend()
-    if attention not in get_args(Attention):
-        raise ArgumentError(f"attention={attention!r}: give one of {', '.join(map(repr, get_args(Attention)))}")
+    _check_choice("attention", attention, Attention)
     if axes and name == "tensorflow":
         raise CapabilityError(
             f"an axis of contexts {axes}: with Keras on {name!r} this version cuts no sequences. Name the axis "

@@ -35,6 +35,11 @@ def space_at(here: Frame) -> Space:
     return features.made(here, world.data_axes) if found is None else found
 
 
+def space_amid(here: Frame) -> Space | None:
+    """The data shards where what is computed carries the rows of all; None elsewhere."""
+    return space_at(here) if here.carried is not None and here.world.cuts_rows else None
+
+
 @contextlib.contextmanager
 def step(here: Frame, batch: Any, apart: bool = False) -> Iterator[Any]:
     """Carries a step's batch; one that is not cut stays as it is: the whole, on each rank.

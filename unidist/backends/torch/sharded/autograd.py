@@ -208,7 +208,7 @@ class OwnGradient:
     def __call__(self, space: Space, args: Args) -> Tensor:
         given = [current(x) if type(x) is ShardedTensor and x.aside is not None else x for x in args]
         self._leaves = [space.invariant and type(x) in PLAIN and x.is_leaf for x in given]
-        given = [_entered(space, x) if _is_other(x, space) else x for x in given]
+        given = [_entered(space, x, leaf) for x, leaf in zip(given, self._leaves, strict=True)]
         self._specs = [x.spec if type(x) is ShardedTensor else None for x in given]
         parts = [x.local if type(x) is ShardedTensor else x for x in given]
         inner = space_of(parts)
@@ -244,10 +244,13 @@ class OwnGradient:
         )
 
 
-def _entered(space: Space, x: Tensor) -> Tensor:
+def _entered(space: Space, x: Any, leaf: bool) -> Any:
+    """Carries what each rank has all of: a plain tensor, or a carrier of a space inside of this."""
+    is_carrier = type(x) is ShardedTensor
+    if (is_carrier and x.spec.space is space) or not (is_carrier or type(x) in PLAIN):
+        return x
     whole = space.whole(x.shape)
-    alike = type(x) in PLAIN and x.is_leaf
-    return wrap(x if alike else plain_in(space, x, whole.states), whole)
+    return wrap(x if leaf else plain_in(space, x, whole.states), whole)
 
 
 def _whole(gradient: Tensor) -> Tensor:
@@ -255,11 +258,6 @@ def _whole(gradient: Tensor) -> Tensor:
     if type(gradient) is not ShardedTensor:
         return gradient
     return moved(gradient, gradient.spec.space.whole(gradient.shape).states)
-
-
-def _is_other(x: Any, space: Space) -> bool:
-    """Returns whether each rank has all of a tensor: a plain one, or a carrier of a space inside of this."""
-    return type(x) in PLAIN or (type(x) is ShardedTensor and x.spec.space is not space)
 
 
 class _ByRules(torch.autograd.Function):

@@ -23,7 +23,7 @@ from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import features
 from unidist.keras.torch.activation_redistribute import WHOLE, cut_dim, fanned, move, partial
 from unidist.keras.torch.calls import around_call
-from unidist.keras.torch.carrying import space_at
+from unidist.keras.torch.carrying import space_amid
 from unidist.keras.torch.context import Frame, infers_shapes
 from unidist.keras.torch.layers import sequence
 from unidist.keras.torch.layers.rules import Rule, by_rules, cut_variables, make_rule
@@ -279,8 +279,8 @@ def _as_carrier(frame: Frame, variable: Any, axes: Axes) -> torch.Tensor:
 
 def _amid_rows(frame: Frame, x: torch.Tensor) -> torch.Tensor:
     """Carries a weight amid the rows of all shards: what rounds it rounds the sum of its gradients."""
-    is_carried = frame.carried is not None and frame.world.cuts_rows
-    return wrap(x, space_at(frame).whole(x.shape)) if is_carried else x
+    space = space_amid(frame)
+    return x if space is None else wrap(x, space.whole(x.shape))
 
 
 def _gather(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:

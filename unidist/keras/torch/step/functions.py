@@ -53,10 +53,8 @@ def _applied_to_wholes(original: Any) -> Any:
         if kind is entrances.CHECKPOINT and frame is not None:
             return torch_core.remat(args[0])(*args[2:])
         called = functools.partial(of_kind(None, kind), **kwargs)
-        space = None
-        if frame is not None and frame.carried is not None and frame.world.cuts_rows and _is_users(kind):
-            # Of what each rank has the whole of, as a weight, the gradient is a summand.
-            space = carrying.space_at(frame)
+        # Of what each rank has the whole of, as a weight, the gradient is a summand.
+        space = carrying.space_amid(frame) if frame is not None and _is_users(kind) else None
         if kind is CustomGradientFunction and (space := space or space_of(args)) is not None:
             return OwnGradient(args[0])(space, tuple(map(seen.whole, args[1:])))
         if space is not None:
