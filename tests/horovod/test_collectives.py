@@ -257,7 +257,7 @@ def left_and_joined_again() -> tuple[int, int, list[str]]:
     backend().barrier()
     with pytest.raises(BackendMismatchError, match="second time"):
         unidist.initialize()
-    with pytest.raises(MeshError, match=r"2 devices.*unidist run --backend horovod -n 3"):
+    with pytest.raises(MeshError, match=r"3 devices, and horovod has 2.*unidist run --backend horovod -n 3"):
         backend().mesh(Mesh({"x": 3}))
     return unidist.process_index(), unidist.process_count(), unidist.list_devices()
 
@@ -328,7 +328,7 @@ def test_a_world_of_the_programs_own(two: ProcessWorld) -> None:
 def not_the_devices_of_this_world() -> None:
     for devices, kind, text in (
         (["gpu:0", "gpu:1"], CapabilityError, "CPUs"),
-        (5, MeshError, "5 processes"),
+        (5, MeshError, "5 devices, and horovod has 1.*unidist run --backend horovod -n 5"),
     ):
         with pytest.raises(kind, match=text):
             unidist.use("horovod", devices=devices).list_devices()  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ from unidist.backends.collectives import Collectives as Collectives
 from unidist.backends.collectives import Done as Done
 from unidist.backends.collectives import LocalOps as LocalOps
 from unidist.backends.protocol import Array, Capabilities, DistributionBackend, dtype_name, itemsize
-from unidist.backends.validation import check_count, check_dtype, check_local_shape, check_whole_shape
-from unidist.errors import CapabilityError, MeshError
+from unidist.backends.validation import check_count, check_dtype, check_local_shape, check_ranks, check_whole_shape
+from unidist.errors import CapabilityError
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -46,6 +46,8 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
     """Whether its collectives carry values; else what they give has a shape alone."""
     compiles: ClassVar[bool] = False
     """Whether its collectives can be part of a program that the framework compiles."""
+    more_devices: ClassVar[str] = "make the mesh smaller, or start more"
+    """What helps where there are too few devices; {needed} in it is their number."""
     comm: Collectives[A]
     ops: LocalOps[A]
 
@@ -70,9 +72,7 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raises MeshError where the mesh names a rank that the world does not have."""
-        count = len(self.list_devices())
-        if max(mesh.devices) >= count:
-            raise MeshError(f"{mesh} needs {max(mesh.devices) + 1} devices, and the world has {count}")
+        check_ranks(mesh, self.name, len(self.list_devices()), self.more_devices)
 
     def into_program(self) -> AbstractContextManager[list[events.Event]]:
         """Inside, moves become part of the program that is being traced; gives what each run of it will send.

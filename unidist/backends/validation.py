@@ -20,13 +20,18 @@ def check_dtype(backend: DistributionBackend, dtype: str, hint: str = "") -> Non
 
 
 def check_ranks(mesh: Mesh, name: str, count: int, remedy: str) -> None:
-    """Raises MeshError where a mesh names a rank beyond the `count` of an adapter's world.
-
-    `remedy` says what helps, with {needed} for the number of devices that the mesh takes.
-    """
+    """Raises MeshError where a mesh names a rank beyond the `count` of an adapter's world. See `too_few`."""
     needed = max(mesh.devices) + 1
     if needed > count:
-        raise MeshError(f"{mesh} needs {needed} devices, and {name} has {count}: {remedy.format(needed=needed)}")
+        raise too_few(str(mesh), needed, name, count, remedy)
+
+
+def too_few(asked: str, needed: int, name: str, count: int, remedy: str) -> MeshError:
+    """Returns the error of a world that has not the devices that were asked for.
+
+    `remedy` says what helps, with {needed} for the number of devices.
+    """
+    return MeshError(f"{asked} needs {needed} devices, and {name} has {count}: {remedy.format(needed=needed)}")
 
 
 def check_one_dtype(shards: Iterable[Any]) -> None:

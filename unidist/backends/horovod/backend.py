@@ -24,12 +24,12 @@ from unidist.backends.horovod.joining import Membership, join, leave
 from unidist.backends.horovod.sets import HorovodMesh, ProcessSets
 from unidist.backends.local import Both, LocalViewBackend
 from unidist.backends.protocol import ALL_DTYPES, Capabilities, Cluster
+from unidist.backends.validation import too_few
 from unidist.errors import (
     BackendMismatchError,
     BackendNotAvailableError,
     CapabilityError,
     DesyncError,
-    MeshError,
     ProcessLostError,
 )
 from unidist.flight.recorder import recorder
@@ -73,6 +73,10 @@ class HorovodBackend(LocalViewBackend[Any]):
     """
 
     name: ClassVar[str] = "horovod"
+    more_devices: ClassVar[str] = (
+        "devices here are processes. Start {needed}: `unidist run --backend horovod -n {needed} script.py` or "
+        "`horovodrun -np {needed} python script.py`"
+    )
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", uneven="native", dtypes=ALL_DTYPES)
 
     comm: HorovodComm[Any]
@@ -179,7 +183,7 @@ class HorovodBackend(LocalViewBackend[Any]):
         asked = self._asked
         count = asked if isinstance(asked, int) else len(asked or names)
         if count != len(names):
-            raise MeshError(f"use('horovod', devices={asked!r}): {_too_few(count, len(names))}")
+            raise too_few(f"use('horovod', devices={asked!r})", count, "horovod", len(names), self.more_devices)
         return names if kind is None or kind.lower().partition(":")[0] == "cpu" else []
 
     def torch_device(self) -> str:
@@ -187,11 +191,6 @@ class HorovodBackend(LocalViewBackend[Any]):
         return "cpu"
 
     # native objects -------------------------------------------------------------------------------------------
-
-    def check_mesh(self, mesh: Mesh) -> None:
-        count = len(self.list_devices())
-        if max(mesh.devices) >= count:
-            raise MeshError(f"{mesh} needs {max(mesh.devices) + 1}: {_too_few(max(mesh.devices) + 1, count)}")
 
     def mesh(self, mesh: Mesh) -> HorovodMesh:
         """Process sets along the groups of the mesh's axes, made on the first call.
@@ -272,10 +271,3 @@ def _check_devices(devices: int | Sequence[str] | None) -> None:
         raise CapabilityError(
             f"use('horovod', devices={list(devices)}): this adapter serves CPUs, one a process, in rank order: {wanted}"
         )
-
-
-def _too_few(wanted: int, found: int) -> str:
-    return (
-        f"devices here are processes, and {found} of {wanted} are started. Start {wanted}: "
-        f"`unidist run --backend horovod -n {wanted} script.py` or `horovodrun -np {wanted} python script.py`"
-    )

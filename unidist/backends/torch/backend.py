@@ -27,6 +27,7 @@ from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.primitives import Traced, arrived, begin
 from unidist.backends.torch.transports import Transports
 from unidist.backends.torch.watch import Watch, can_watch
+from unidist.backends.validation import too_few
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
 
 TensorKind: TypeAlias = Literal["native", "dtensor"]
@@ -54,6 +55,10 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     """
 
     name: ClassVar[str] = "torch"
+    more_devices: ClassVar[str] = (
+        "devices here are processes. Start {needed}: `unidist run -n {needed} script.py` or "
+        "`torchrun --nproc-per-node {needed} script.py`"
+    )
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", uneven="native", dtypes=ALL_DTYPES)
 
     has_dtensors: ClassVar[bool] = True
@@ -229,16 +234,11 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         asked = self._asked
         count = asked if isinstance(asked, int) else len(asked or names)
         if count != len(names):
-            raise MeshError(f"use('torch', devices={asked!r}): {_too_few(count, len(names))}")
+            raise too_few(f"use('torch', devices={asked!r})", count, "torch", len(names), self.more_devices)
         if asked is not None and not isinstance(asked, int) and [_canonical(name) for name in asked] != names:
             raise MeshError(f"use('torch', devices={asked!r}): the devices of this world are {names}, in rank order")
 
     # native objects -------------------------------------------------------------------------------------------
-
-    def check_mesh(self, mesh: Mesh) -> None:
-        count = len(self.list_devices())
-        if max(mesh.devices) >= count:
-            raise MeshError(f"{mesh} needs {max(mesh.devices) + 1}: {_too_few(max(mesh.devices) + 1, count)}")
 
     def mesh(self, mesh: Mesh) -> Any:
         """Returns torch's DeviceMesh, with the axes' names, groups in the mesh's order. Members call together."""
@@ -334,10 +334,3 @@ def _kind(name: str) -> str:
 
 def _canonical(name: str) -> str:
     return f"{_kind(name)}:{name.partition(':')[2]}"
-
-
-def _too_few(wanted: int, found: int) -> str:
-    return (
-        f"devices here are processes, and {found} of {wanted} are started. Start {wanted}: "
-        f"`unidist run -n {wanted} script.py` or `torchrun --nproc-per-node {wanted} script.py`"
-    )
