@@ -31,6 +31,10 @@ from unidist.keras.planning.random_values import RandomValues
 from unidist.keras.planning.repeated_calls import Repeats
 from unidist.keras.planning.saved_tensors import Saved
 
+# Random numbers that are drawn at once, and from the beginning of one window to that of the next: a prime.
+POOL = 1 << 20
+BETWEEN = 7919
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -93,6 +97,7 @@ class Runner:
         self._repeats: Repeats | None = None
         self._owners = {id(v): k for k, c in enumerate(candidates) for v in c.variables}
         self._random: dict[tuple[int, int, tuple[int, ...]], Any] = {}
+        self._pool = np.empty(0, "float32")
         self._values: dict[int, Any] = {}
         self._trace = Trace()
         self._change: Change | None = None
@@ -254,7 +259,7 @@ class Runner:
         if self._measuring or self._saved is not None:
             value = np.full(shape, 0.5, "float32")  # shapes alone count, and where NaN is
         if value is None:
-            value = self._random[key] = np.random.default_rng(key[:2]).standard_normal(shape, "float32")
+            value = self._random[key] = self._drawn(shape)
         if self._change is not None and self._change.candidate == index and not reverse:
             value = _changed(value, found.outputs[self._change.dim], self._change)
         marked = index in self._marked and not reverse
@@ -276,6 +281,17 @@ class Runner:
             if mask is not None:
                 set_keras_mask(y, mask)
         return y
+
+    def _drawn(self, shape: tuple[int, ...]) -> Any:
+        """Returns random numbers: a window of one pool, as a large model's outputs would fill the memory.
+
+        No two windows begin at the same place.
+        """
+        size = prod(shape)
+        if self._pool.size < 2 * size + POOL:
+            self._pool = np.random.default_rng(size).standard_normal(2 * size + POOL, "float32")
+        begin = len(self._random) * BETWEEN % (self._pool.size - size)
+        return self._pool[begin : begin + size].reshape(shape)
 
     def _output_shape(self, found: Candidate, inputs: Any, reverse: bool) -> tuple[int, ...]:
         shape = tuple(inputs.shape)

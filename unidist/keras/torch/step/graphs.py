@@ -207,6 +207,8 @@ def _key(program: GraphModule, node: Node, roots: dict[Node, Node], versions: Co
 
 def _set_powers_apart(program: GraphModule) -> None:
     """Keeps powers out of loops over elements, where a compiler would compute them again and again."""
+    from unidist.keras.torch.step import program_ops
+
     powers: set[Node] = set()
     for node in list(program.graph.nodes):
         if not _is_operation(node) or not _is_number(node):
@@ -216,18 +218,7 @@ def _set_powers_apart(program: GraphModule) -> None:
             looped = [user for user in node.users if not _is_number(user)]
             if looped:
                 with program.graph.inserting_after(node):
-                    apart = program.graph.call_function(torch.ops.unidist.number.default, (node,))
+                    apart = program.graph.call_function(program_ops.NUMBER, (node,))
                 apart.meta["val"] = node.meta["val"]
                 for user in looped:
                     user.replace_input_with(node, apart)
-
-
-@torch.library.custom_op("unidist::number", mutates_args=())
-def _number(x: torch.Tensor) -> torch.Tensor:
-    """A number that a compiler does not look into."""
-    return x.clone()
-
-
-@_number.register_fake
-def _number_shape(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)

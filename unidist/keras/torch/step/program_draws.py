@@ -1,7 +1,7 @@
 """Draws random numbers in programs, by operations that take a seed's state as a tensor.
 
 The numbers are those that Keras draws. A program can hold no generator, so each of these operations is one of its
-own (drawing_ops.py).
+own (program_ops.py).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def dropout(inputs: torch.Tensor, rate: float, noise_shape: Any, seed: Any) -> t
 
 
 def _ops() -> Any:
-    from unidist.keras.torch.step import drawing_ops
+    from unidist.keras.torch.step import program_ops
 
-    return drawing_ops
+    return program_ops
 
 
 def _is_traced(*numbers: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Operations that draw random numbers by a seed's state, a tensor: a program takes each of them whole.
+"""Operations that a program takes whole: they draw random numbers by a seed's state, a tensor, or copy a number.
 
 Imported where a program is traced: to make such an operation takes torch as long as the rest of a driver's imports.
 """
@@ -76,3 +76,13 @@ def _kept_units_shape(
     seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device
 ) -> torch.Tensor:
     return torch.empty(list(shape), dtype=torch.bool, device=device)
+
+
+@torch.library.custom_op("unidist::number", mutates_args=())
+def _number(x: torch.Tensor) -> torch.Tensor:
+    """A number that a compiler does not look into."""
+    return x.clone()
+
+
+_number.register_fake(torch.empty_like)
+NUMBER = torch.ops.unidist.number.default
