@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 from keras import distribution as keras_distribution
 
 from unidist.keras.patching.compat import data_adapters
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 
 
 @contextlib.contextmanager
@@ -28,19 +27,15 @@ def hooks() -> tuple[Hook, ...]:
     return (Hook(data_adapters, "get_data_adapter", _reading_all, "each process reads all batches"),)
 
 
-def _reading_all(original: Any) -> Any:
+@calling
+def _reading_all(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps Keras's get_data_adapter, so that it sees no distribution: unidist cuts each batch.
 
     In several processes Keras's own refuses arrays and leaves to each some of the rows of a tf.data.Dataset. From 3.16
     on it leaves some of the batches of any data.
     """
-
-    @functools.wraps(original)
-    def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
-        with active(None):
-            return original(*args, **kwargs)
-
-    return get_data_adapter
+    with active(None):
+        return original(*args, **kwargs)
 
 
 def all_variables(model: Any) -> list[Any]:

@@ -7,15 +7,14 @@ atomic replacement of files by rename(2), with fsync(2) before it, as in POSIX.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from unidist.flight.recorder import recorder
 from unidist.keras.patching.compat import file_utils, legacy_h5_format, saving_lib
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 
 # Of the longest first: Keras recognises formats by them.
 _SUFFIXES = (".weights.h5", ".keras", ".h5", ".hdf5")
@@ -72,16 +71,13 @@ def hooks() -> tuple[Hook, ...]:
     return tuple(Hook(owner, name, _whole_or_not, why) for owner, name in WRITERS)
 
 
-def _whole_or_not(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        place = _one_local_file(filepath)
-        with recorder.phase("saving"), contextlib.ExitStack() as stack:
-            if place is None or kwargs.get("overwrite") is False or _in_several_files(original.__name__, args, kwargs):
-                return original(model, filepath, *args, **kwargs)
-            return original(model, str(stack.enter_context(replacing(place))), *args, **kwargs)
-
-    return save
+@calling
+def _whole_or_not(original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    place = _one_local_file(filepath)
+    with recorder.phase("saving"), contextlib.ExitStack() as stack:
+        if place is None or kwargs.get("overwrite") is False or _in_several_files(original.__name__, args, kwargs):
+            return original(model, filepath, *args, **kwargs)
+        return original(model, str(stack.enter_context(replacing(place))), *args, **kwargs)
 
 
 def _one_local_file(filepath: Any) -> Path | None:

@@ -21,7 +21,7 @@ from unidist.keras.consistency.processes import taking_part
 from unidist.keras.consistency.stopping import Stopping
 from unidist.keras.patching import compat
 from unidist.keras.patching.compat import Callback, CallbackList, EpochIterator, tree
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 
 
 class Follower(Callback):  # type: ignore[misc]
@@ -144,63 +144,47 @@ def _fitting(original: Any) -> Any:
     return fit
 
 
-def _reading(original: Any) -> Any:
+@calling
+def _reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """The first iterator that a fit makes is that of its training data."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Python's name)
-        original(self, *args, **kwargs)
-        for follower in _current.get():
-            follower.data_is_ready(self)
-
-    return __init__
+    original(self, *args, **kwargs)
+    for follower in _current.get():
+        follower.data_is_ready(self)
 
 
-def _beginning(original: Any) -> Any:
-    @functools.wraps(original)
-    def on_train_begin(self: Any, logs: Any = None) -> None:
-        begin: Callable[[], None] = functools.partial(original, self, logs)
-        for follower in _of(self):
-            begin = functools.partial(follower.training_begins, self, begin)
-        if taking_part.get() is not None and _stopping.get() is None:
-            _stopping.set((self, Stopping(self._model)))
-        for stopping in _stopping_of(self):
-            stopping.begin(self.callbacks)
-        begin()
-
-    return on_train_begin
+@calling
+def _beginning(original: Any, self: Any, logs: Any = None) -> None:
+    begin: Callable[[], None] = functools.partial(original, self, logs)
+    for follower in _of(self):
+        begin = functools.partial(follower.training_begins, self, begin)
+    if taking_part.get() is not None and _stopping.get() is None:
+        _stopping.set((self, Stopping(self._model)))
+    for stopping in _stopping_of(self):
+        stopping.begin(self.callbacks)
+    begin()
 
 
-def _stepping_on(original: Any) -> Any:
-    @functools.wraps(original)
-    def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
-        original(self, batch, logs)
-        for follower in _of(self):
-            follower.step_begins()
-
-    return on_train_batch_begin
+@calling
+def _stepping_on(original: Any, self: Any, batch: int, logs: Any = None) -> None:
+    original(self, batch, logs)
+    for follower in _of(self):
+        follower.step_begins()
 
 
-def _stepped(original: Any) -> Any:
-    @functools.wraps(original)
-    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
-        original(self, batch, logs)
-        for stopping in _stopping_of(self):
-            stopping.after_step()
-        for follower in _of(self):
-            # Where Keras calls callbacks in another thread, none of them has asked for the logs.
-            follower.step_ended(None if self._async_train else logs)
-
-    return on_train_batch_end
+@calling
+def _stepped(original: Any, self: Any, batch: int, logs: Any = None) -> None:
+    original(self, batch, logs)
+    for stopping in _stopping_of(self):
+        stopping.after_step()
+    for follower in _of(self):
+        # Where Keras calls callbacks in another thread, none of them has asked for the logs.
+        follower.step_ended(None if self._async_train else logs)
 
 
-def _ending(original: Any) -> Any:
-    @functools.wraps(original)
-    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
-        original(self, epoch, logs)
-        for stopping in _stopping_of(self):
-            stopping.after_epoch()
-        for follower in _of(self):
-            follower.epoch_ended(epoch, self)
-
-    return on_epoch_end
+@calling
+def _ending(original: Any, self: Any, epoch: int, logs: Any = None) -> None:
+    original(self, epoch, logs)
+    for stopping in _stopping_of(self):
+        stopping.after_epoch()
+    for follower in _of(self):
+        follower.epoch_ended(epoch, self)

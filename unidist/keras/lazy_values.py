@@ -7,7 +7,6 @@ placed variable reads its shards of one; to all others it is the array, read who
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import struct
@@ -24,7 +23,7 @@ import safetensors
 
 from unidist.backends.protocol import Array
 from unidist.keras.patching.compat import saving_lib
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.strategies.distribution import current
 
 # Items; what is smaller is read whole at once.
@@ -112,15 +111,12 @@ def hooks() -> Iterator[Hook]:
 # HDF5 -----------------------------------------------------------------------------------------------------------------
 
 
-def _from_hdf5(original: Any) -> Any:
-    @functools.wraps(original)
-    def __getitem__(store: Any, key: str) -> Any:  # noqa: N807 (Python's name)
-        if current() is None or store.mode != "r":
-            return original(store, key)
-        dataset = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key)
-        return original(store, key) if dataset.size < SMALL else _of_dataset(dataset)
-
-    return __getitem__
+@calling
+def _from_hdf5(original: Any, store: Any, key: str) -> Any:
+    if current() is None or store.mode != "r":
+        return original(store, key)
+    dataset = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key)
+    return original(store, key) if dataset.size < SMALL else _of_dataset(dataset)
 
 
 def _of_dataset(dataset: Any) -> Stored:
@@ -156,46 +152,36 @@ class _Loading(threading.local):
 _now = _Loading()
 
 
-def _loading_archive(original: Any) -> Any:
-    @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        before, _now.archive = _now.archive, current() is not None
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _now.archive = before
-
-    return load
+@calling
+def _loading_archive(original: Any, *args: Any, **kwargs: Any) -> Any:
+    before, _now.archive = _now.archive, current() is not None
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _now.archive = before
 
 
-def _never_whole(original: Any) -> Any:
+@calling
+def _never_whole(original: Any, model: Any) -> Any:
     """Replaces is_memory_sufficient, so that Keras reads an archive as it is.
 
     Else it reads its weights into memory where they fit, or into a file beside it, each process its own. On an error of
     either it reads the archive as it is.
     """
-
-    @functools.wraps(original)
-    def is_memory_sufficient(model: Any) -> Any:
-        if _now.archive:
-            raise MemoryError("each process reads its ranges of the archive")
-        return original(model)
-
-    return is_memory_sufficient
+    if _now.archive:
+        raise MemoryError("each process reads its ranges of the archive")
+    return original(model)
 
 
-def _within_archive(original: Any) -> Any:
-    @functools.wraps(original)
-    def _get_h5_file(store: Any, path_or_io: Any, mode: str | None = None) -> Any:
-        found = None
-        if current() is not None and store.archive and (mode or store.mode) == "r":
-            found = _member(store.archive, str(path_or_io))
-        if found is None:
-            return original(store, path_or_io, mode)
-        store.io_file = found
-        return saving_lib.h5py.File(found, "r")
-
-    return _get_h5_file
+@calling
+def _within_archive(original: Any, store: Any, path_or_io: Any, mode: str | None = None) -> Any:
+    found = None
+    if current() is not None and store.archive and (mode or store.mode) == "r":
+        found = _member(store.archive, str(path_or_io))
+    if found is None:
+        return original(store, path_or_io, mode)
+    store.io_file = found
+    return saving_lib.h5py.File(found, "r")
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> _Window | None:
@@ -244,15 +230,12 @@ class _Window(io.RawIOBase):
 # safetensors ----------------------------------------------------------------------------------------------------------
 
 
-def _from_safetensors(original: Any) -> Any:
-    @functools.wraps(original)
-    def safe_open(filename: Any, framework: str, *args: Any, **kwargs: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if current() is None or framework not in ("np", "numpy") or not caller.startswith("keras_hub."):
-            return original(filename, framework, *args, **kwargs)
-        return _Tensors(lambda: original(filename, framework, *args, **kwargs))
-
-    return safe_open
+@calling
+def _from_safetensors(original: Any, filename: Any, framework: str, *args: Any, **kwargs: Any) -> Any:
+    caller = str(sys._getframe(1).f_globals.get("__name__"))
+    if current() is None or framework not in ("np", "numpy") or not caller.startswith("keras_hub."):
+        return original(filename, framework, *args, **kwargs)
+    return _Tensors(lambda: original(filename, framework, *args, **kwargs))
 
 
 class _Tensors:

@@ -6,25 +6,21 @@ writes down whether "auto" meant to compile: True on JAX, where it costs nothing
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import keras
 
 from unidist.keras.patching.compat import TORCH_OPTIMIZERS, Trainer
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 
 
 def hooks() -> tuple[Hook, ...]:
     return (Hook(Trainer, "compile_from_config", _compiling, "files that another Keras backend wrote"),)
 
 
-def _compiling(original: Any) -> Any:
-    @functools.wraps(original)
-    def compile_from_config(self: Any, config: Any) -> Any:
-        return original(self, as_of_here(config, keras.config.backend()))
-
-    return compile_from_config
+@calling
+def _compiling(original: Any, self: Any, config: Any) -> Any:
+    return original(self, as_of_here(config, keras.config.backend()))
 
 
 def as_of_here(config: Any, backend: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from unidist.flight.recorder import recorder
 from unidist.keras import fit_observer
 from unidist.keras.patching.compat import CallbackList
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 
 
 def hooks() -> Iterator[Hook]:
@@ -32,21 +32,15 @@ def _within(phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return entrance
 
 
-def _step_begins(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
-        original(self, batch, logs)
-        recorder.step_begins()
-
-    return on_train_batch_begin
+@calling
+def _step_begins(original: Any, self: Any, batch: int, logs: Any = None) -> None:
+    original(self, batch, logs)
+    recorder.step_begins()
 
 
-def _step_ends(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
-        recorder.stepped()
-        recorder.enter("program")
-        original(self, batch, logs)
-        recorder.enter("data")
-
-    return on_train_batch_end
+@calling
+def _step_ends(original: Any, self: Any, batch: int, logs: Any = None) -> None:
+    recorder.stepped()
+    recorder.enter("program")
+    original(self, batch, logs)
+    recorder.enter("data")

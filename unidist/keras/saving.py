@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -17,7 +16,7 @@ from unidist.errors import CapabilityError
 from unidist.keras.active_distribution import all_variables
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.patching.compat import saving_api
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 
 _MEMORY = Path("/proc/meminfo")
 # What a writer calls within writes too, and is a part of it: the processes meet at its end.
@@ -53,12 +52,9 @@ def hooks_of_saving(
             collective of the processes.
     """
 
-    def by_one(original: Any) -> Any:
-        @functools.wraps(original)
-        def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-            return by_first(model, processes(model), gathered, lambda: original(model, *args, **kwargs))
-
-        return save
+    @calling
+    def by_one(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return by_first(model, processes(model), gathered, lambda: original(model, *args, **kwargs))
 
     why = "process 0 writes what all hold"
     return tuple(Hook(saving_api, name, by_one, why, imported=True) for name in ("save_model", "save_weights"))
@@ -101,15 +97,12 @@ def hooks_of_loading(processes: Callable[[Any], Processes | None]) -> tuple[Hook
         processes: those that hold a model together, or that one which is not made yet would be on (given None).
     """
 
-    def by_all(original: Any) -> Any:
-        @functools.wraps(original)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            model = None if original.__name__ == "load_model" else args[0] if args else kwargs.get("model")
-            several = processes(model)
-            with contextlib.nullcontext() if several is None else several.loading():
-                return original(*args, **kwargs)
-
-        return load
+    @calling
+    def by_all(original: Any, *args: Any, **kwargs: Any) -> Any:
+        model = None if original.__name__ == "load_model" else args[0] if args else kwargs.get("model")
+        several = processes(model)
+        with contextlib.nullcontext() if several is None else several.loading():
+            return original(*args, **kwargs)
 
     why = "all processes load or none does"
     return tuple(Hook(saving_api, name, by_all, why, imported=True) for name in ("load_model", "load_weights"))

@@ -16,7 +16,7 @@ import keras
 from unidist import session
 from unidist.keras import driver as drivers
 from unidist.keras import saving
-from unidist.keras.patching.patches import Hook, no_model
+from unidist.keras.patching.patches import Hook, calling, no_model
 from unidist.keras.records import model_record
 
 
@@ -119,25 +119,21 @@ def _by_one(original: Any, writer: Writer) -> Any:
     return write
 
 
-def _by_orbax(original: Any) -> Any:
+@calling
+def _by_orbax(original: Any, self: Any, step: Any, logs: Any = None) -> Any:
     """Makes process 0 write at once, of several.
 
     Orbax writes while training goes on, which the others would not wait for.
     """
+    driver, model = drivers.current(), self.model
+    if driver is None or session.backend().process_count() < 2 or not model_record.has_distributed():
+        return original(self, step, logs)
 
-    @functools.wraps(original)
-    def save(self: Any, step: Any, logs: Any = None) -> Any:
-        driver, model = drivers.current(), self.model
-        if driver is None or session.backend().process_count() < 2 or not model_record.has_distributed():
+    def write() -> Any:
+        before, self.save_on_background = self.save_on_background, False
+        try:
             return original(self, step, logs)
+        finally:
+            self.save_on_background = before
 
-        def write() -> Any:
-            before, self.save_on_background = self.save_on_background, False
-            try:
-                return original(self, step, logs)
-            finally:
-                self.save_on_background = before
-
-        return driver.writing(model, write, lambda: model.get_state_tree(value_format="numpy_array"))
-
-    return save
+    return driver.writing(model, write, lambda: model.get_state_tree(value_format="numpy_array"))

@@ -27,7 +27,7 @@ from unidist.keras.checkpoint.fitting import noted, problem, reading
 from unidist.keras.checkpoint.held import Whole, entries
 from unidist.keras.checkpoint.states import named
 from unidist.keras.patching.compat import TorchLayer, saving_lib
-from unidist.keras.patching.patches import Hook, Table, by
+from unidist.keras.patching.patches import Hook, Table, by, calling
 
 # Smaller variables are made as ever: some have values that no checkpoint needs to have, as a metric's.
 _SMALL_BYTES = 1 << 16
@@ -154,15 +154,13 @@ def _lazy() -> Iterator[dict[int, Any]]:
     """
     initializers: dict[int, Any] = {}
 
-    def defer(original: Any) -> Any:
-        def initialize(self: Any, initializer: Any) -> None:
-            if prod(self._shape) * itemsize(self._dtype) < _SMALL_BYTES:
-                original(self, initializer)
-                return
-            initializers[id(self)] = initializer
-            self._value, self._initializer = None, keras.initializers.Zeros()
-
-        return initialize
+    @calling
+    def defer(original: Any, self: Any, initializer: Any) -> None:
+        if prod(self._shape) * itemsize(self._dtype) < _SMALL_BYTES:
+            original(self, initializer)
+            return
+        initializers[id(self)] = initializer
+        self._value, self._initializer = None, keras.initializers.Zeros()
 
     hooks = [
         Hook(keras.Variable, "_initialize_with_initializer", defer, "variables that are read when they are written"),

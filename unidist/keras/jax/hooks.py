@@ -97,7 +97,7 @@ def _of_variables() -> Iterator[Hook]:
     averaging = "_overwrite_model_variables_with_average_value"
     yield Hook(BaseOptimizer, averaging, placing.overwriting, "averages are laid out as their slots")
     yield Hook(BaseOptimizer, "stateless_apply", redistribution.updating, "gradients and updates by stage of ZeRO")
-    yield Hook(Layer, "stateless_call", redistribution.calling, "values are gathered for the call")
+    yield Hook(Layer, "stateless_call", redistribution.calling_stateless, "values are gathered for the call")
     yield Hook(Operation, "__call__", regions.calling_layer, "layers under ZeRO: reduce-scatter of their gradients")
     why = "a layer that writes is recomputed too"
     # From Keras 3.16 on it is read where it was imported to.

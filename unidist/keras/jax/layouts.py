@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,6 +13,7 @@ from keras.distribution import TensorLayout
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import LayoutError
 from unidist.keras.patching.compat import random_seed_dtype
+from unidist.keras.patching.patches import calling
 from unidist.keras.records import variable_record
 from unidist.keras.strategies.distribution import adopt
 from unidist.keras.strategies.layout_maps import keras_layout
@@ -113,24 +113,20 @@ def of_batch(shape: tuple[int, ...], distribution: Any) -> NamedSharding:
     return sharding
 
 
-def constraining(original: Any) -> Any:
+@calling
+def constraining(original: Any, tensor: Any, layout: Any) -> Any:
     """Wraps Keras's distribute_tensor, whose constraint JAX refuses on a dim that is cut unevenly.
 
     Such are the rows of a ragged batch. The compiler then chooses for that dim alone.
     """
-
-    @functools.wraps(original)
-    def distribute_tensor(tensor: Any, layout: Any) -> Any:
-        if not isinstance(tensor, jax.core.Tracer):
-            return original(tensor, layout)
-        sharding = layout.backend_layout if isinstance(layout, TensorLayout) else layout
-        if not isinstance(sharding, NamedSharding):
-            return original(tensor, layout)
-        uneven = [dim for dim, size in enumerate(tensor.shape) if size % parts_of_dim(sharding, dim)]
-        if not uneven:
-            return original(tensor, layout)
-        spec = [*sharding.spec, *[None] * (tensor.ndim - len(sharding.spec))]
-        dims = [PartitionSpec.UNCONSTRAINED if dim in uneven else axes for dim, axes in enumerate(spec)]
-        return original(tensor, named(sharding.mesh, *dims))
-
-    return distribute_tensor
+    if not isinstance(tensor, jax.core.Tracer):
+        return original(tensor, layout)
+    sharding = layout.backend_layout if isinstance(layout, TensorLayout) else layout
+    if not isinstance(sharding, NamedSharding):
+        return original(tensor, layout)
+    uneven = [dim for dim, size in enumerate(tensor.shape) if size % parts_of_dim(sharding, dim)]
+    if not uneven:
+        return original(tensor, layout)
+    spec = [*sharding.spec, *[None] * (tensor.ndim - len(sharding.spec))]
+    dims = [PartitionSpec.UNCONSTRAINED if dim in uneven else axes for dim, axes in enumerate(spec)]
+    return original(tensor, named(sharding.mesh, *dims))

@@ -7,7 +7,6 @@ Only in several processes: a step whose others do not come is polled for, so tha
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
 from collections import deque
@@ -18,6 +17,7 @@ import jax
 
 from unidist.backends.jax import joining, waiting
 from unidist.flight.recorder import recorder
+from unidist.keras.patching.patches import calling
 
 # Steps under way beside the one that is dispatched: while one runs, the next one waits for it in the devices.
 _AHEAD = 2
@@ -104,28 +104,20 @@ def kept() -> Iterator[None]:
         _under_way.results.clear()
 
 
-def syncing(original: Any) -> Any:
+@calling
+def syncing(original: Any, self: Any) -> None:
     """Wraps JAXTrainer.jax_state_sync: what variables get, and steps have given, is there to be read."""
-
-    @functools.wraps(original)
-    def jax_state_sync(self: Any) -> None:
-        # What raises is not kept waiting for steps whose others may not come.
-        if sys.exception() is None:
-            _until_under_way(0, "steps")
-        original(self)
-
-    return jax_state_sync
+    # What raises is not kept waiting for steps whose others may not come.
+    if sys.exception() is None:
+        _until_under_way(0, "steps")
+    original(self)
 
 
-def converting(original: Any) -> Any:
+@calling
+def converting(original: Any, x: Any) -> Any:
     """Keras's convert_to_numpy, by which it reads logs and outputs: NumPy itself would wait in C++."""
-
-    @functools.wraps(original)
-    def convert_to_numpy(x: Any) -> Any:
-        world = joining.current()
-        is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-        if world is not None and is_array and not x.is_deleted():
-            waiting.poll(x, world, "reading a value")
-        return original(x)
-
-    return convert_to_numpy
+    world = joining.current()
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if world is not None and is_array and not x.is_deleted():
+        waiting.poll(x, world, "reading a value")
+    return original(x)

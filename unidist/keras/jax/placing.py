@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from unidist.keras.active_distribution import active
 from unidist.keras.jax import layouts, processes
 from unidist.keras.lazy_values import SMALL, Stored
 from unidist.keras.patching.compat import in_stateless_scope
+from unidist.keras.patching.patches import calling
 from unidist.keras.planning.auto_layouts import to_place
 from unidist.keras.records import model_record, variable_record
 from unidist.keras.records.layer_report import applied
@@ -38,75 +38,59 @@ def initialize_layout(variable: Any) -> None:
     _lay(variable, distribution)
 
 
-def reading(original: Any) -> Any:
+@calling
+def reading(original: Any, variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
     """JaxVariable.__array__: the whole value, also of a variable that spans processes."""
-
-    @functools.wraps(original)
-    def __array__(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: N807 (Keras's name)
-        value = variable.value
-        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-            return np.array(processes.whole(value), dtype, copy=copy)
-        return original(variable, dtype)
-
-    return __array__
+    value = variable.value
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        return np.array(processes.whole(value), dtype, copy=copy)
+    return original(variable, dtype)
 
 
-def assigning(original: Any) -> Any:
+@calling
+def assigning(original: Any, variable: Any, value: Any) -> None:
     """JaxVariable._direct_assign: onto a mesh of several processes from the same value on each."""
-
-    @functools.wraps(original)
-    def _direct_assign(variable: Any, value: Any) -> None:
-        distribution = variable_record.of(variable).distribution
-        if distribution is None or variable._layout is None or isinstance(value, jax.core.Tracer):
-            original(variable, value)
-            return
-        sharding = layouts.native(variable._layout, distribution)
-        if sharding.is_fully_addressable or getattr(value, "sharding", None) == sharding:
-            original(variable, value)
-            return
-        variable._value = processes.put(value, sharding)
-
-    return _direct_assign
+    distribution = variable_record.of(variable).distribution
+    if distribution is None or variable._layout is None or isinstance(value, jax.core.Tracer):
+        original(variable, value)
+        return
+    sharding = layouts.native(variable._layout, distribution)
+    if sharding.is_fully_addressable or getattr(value, "sharding", None) == sharding:
+        original(variable, value)
+        return
+    variable._value = processes.put(value, sharding)
 
 
-def loading(original: Any) -> Any:
+@calling
+def loading(original: Any, variable: Any, value: Any) -> Any:
     """JaxVariable.assign: each device's shard is read from a file by itself."""
+    distribution = variable_record.of(variable).distribution
+    is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
+    if not is_alike or distribution is None or variable._layout is None or in_stateless_scope():
+        return original(variable, value)
+    dtype = variable._dtype
 
-    @functools.wraps(original)
-    def assign(variable: Any, value: Any) -> Any:
-        distribution = variable_record.of(variable).distribution
-        is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
-        if not is_alike or distribution is None or variable._layout is None or in_stateless_scope():
-            return original(variable, value)
-        dtype = variable._dtype
+    def part(index: Any) -> Any:
+        found = value.part(index)
+        return found if str(found.dtype) == dtype else np.asarray(variable._convert_to_tensor(found, dtype=dtype))
 
-        def part(index: Any) -> Any:
-            found = value.part(index)
-            return found if str(found.dtype) == dtype else np.asarray(variable._convert_to_tensor(found, dtype=dtype))
-
-        sharding = layouts.native(variable._layout, distribution)
-        variable._value = jax.make_array_from_callback(value.shape, sharding, part).block_until_ready()
-        allocator.give_back_after(variable._value.nbytes)
-        return variable._value
-
-    return assign
+    sharding = layouts.native(variable._layout, distribution)
+    variable._value = jax.make_array_from_callback(value.shape, sharding, part).block_until_ready()
+    allocator.give_back_after(variable._value.nbytes)
+    return variable._value
 
 
-def initializing(original: Any) -> Any:
+@calling
+def initializing(original: Any, variable: Any, initializer: Any) -> None:
     """Wraps JaxVariable._initialize_with_initializer: waits for the value.
 
     JAX runs ahead, and would hold what many random functions compute with at once.
     """
-
-    @functools.wraps(original)
-    def _initialize_with_initializer(variable: Any, initializer: Any) -> None:
-        original(variable, initializer)
-        value = variable._value
-        is_value = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-        if is_value and value.size >= SMALL and variable_record.of(variable).distribution is not None:
-            allocator.give_back_after(value.block_until_ready().nbytes)
-
-    return _initialize_with_initializer
+    original(variable, initializer)
+    value = variable._value
+    is_value = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    if is_value and value.size >= SMALL and variable_record.of(variable).distribution is not None:
+        allocator.give_back_after(value.block_until_ready().nbytes)
 
 
 def distribution_of(model: Any) -> Any:
@@ -135,21 +119,17 @@ def place_model(model: Any, distribution: Any) -> None:
     applied(model, distribution)
 
 
-def overwriting(original: Any) -> Any:
+@calling
+def overwriting(original: Any, self: Any, trainable_variables: Any) -> None:
     """Wraps Optimizer._overwrite_model_variables_with_average_value: variables get copies of the averages.
 
     Keras gives them the arrays themselves, which the next step would donate away from under the averages.
     """
-
-    @functools.wraps(original)
-    def overwrite(self: Any, trainable_variables: Any) -> None:
-        original(self, trainable_variables)
-        for variable in trainable_variables:
-            value = variable._value
-            if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-                variable._value = jax.numpy.copy(value)
-
-    return overwrite
+    original(self, trainable_variables)
+    for variable in trainable_variables:
+        value = variable._value
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+            variable._value = jax.numpy.copy(value)
 
 
 def _place_variable(variable: Any, distribution: Any) -> None:

@@ -22,6 +22,7 @@ from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
 from unidist.keras.consistency.agreement import Peers
 from unidist.keras.consistency.processes import Processes
+from unidist.keras.patching.patches import calling
 
 _VALUE = "reading a value"
 _compared: set[Any] = set()
@@ -194,17 +195,13 @@ def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def joining(original: Callable[..., None]) -> Callable[..., None]:
+@calling
+def joining(original: Any, job_addresses: str | None, num_processes: int | None, process_id: int | None) -> None:
     """keras.distribution.initialize: the world of unidist's JAX adapter, where that is in use.
 
     Under a launcher it is joined already, and Keras would ask JAX to join a second time.
     """
-
-    @functools.wraps(original)
-    def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None) -> None:
-        if not registry.has_current() or registry.in_use().virtual:
-            original(job_addresses, num_processes, process_id)
-            return
-        distribution_lib.initialize(job_addresses, num_processes, process_id)
-
-    return initialize
+    if not registry.has_current() or registry.in_use().virtual:
+        original(job_addresses, num_processes, process_id)
+        return
+    distribution_lib.initialize(job_addresses, num_processes, process_id)

@@ -22,6 +22,7 @@ from unidist.keras.feed.lockstep import Meeting
 from unidist.keras.feed.row_plan import Share
 from unidist.keras.jax import data, placing, processes
 from unidist.keras.patching.compat import ArrayDataAdapter, TorchDataLoaderAdapter, array_slicing, tree
+from unidist.keras.patching.patches import calling
 
 
 class _Reader:
@@ -114,22 +115,19 @@ def _is_dense(inputs: Any) -> bool:
     return all(x is None or isinstance(x, np.ndarray | jax.Array) for x in tree.flatten(inputs))
 
 
-def adapting(original: Any) -> Any:
+@calling
+def adapting(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps Keras's get_data_adapter: reads as in one process; a step then places each process's rows.
 
     Keras itself takes only tf.data in several processes, and cuts it by whole batches.
     """
-
-    def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
-        distribution = placing.current()
-        if distribution is None:
-            return original(*args, **kwargs)
-        several = processes.processes()
-        meeting = None if several is None or distribution.auto_shard_dataset else Meeting(several)
-        with active_distribution.active(None), meeting.told_to_all() if meeting else contextlib.nullcontext():
-            adapter = original(*args, **kwargs)
-        if meeting is not None:
-            return in_step(adapter, adapter.get_jax_iterator, meeting)
-        return adapter if several is None else Around(adapter, _Reader(adapter, several, distribution))
-
-    return get_data_adapter
+    distribution = placing.current()
+    if distribution is None:
+        return original(*args, **kwargs)
+    several = processes.processes()
+    meeting = None if several is None or distribution.auto_shard_dataset else Meeting(several)
+    with active_distribution.active(None), meeting.told_to_all() if meeting else contextlib.nullcontext():
+        adapter = original(*args, **kwargs)
+    if meeting is not None:
+        return in_step(adapter, adapter.get_jax_iterator, meeting)
+    return adapter if several is None else Around(adapter, _Reader(adapter, several, distribution))

@@ -9,7 +9,6 @@ CPUs, where XLA has no such pass.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -21,35 +20,32 @@ from keras import Model
 
 from unidist.keras.jax import contexts, layouts, placing, regions, zero_collectives
 from unidist.keras.patching.compat import in_stateless_scope
+from unidist.keras.patching.patches import calling
 from unidist.keras.strategies.distribution import adopt
 
 
-def calling(original: Any) -> Any:
+@calling
+def calling_stateless(
+    original: Any, self: Any, trainable_variables: Any, non_trainable_variables: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Layer.stateless_call: the layer is given its variables in their compute layouts."""
-
-    @functools.wraps(original)
-    def stateless_call(
-        self: Any, trainable_variables: Any, non_trainable_variables: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        distribution = placing.current()
-        region = None
-        if distribution is not None and self.built:
-            if isinstance(self, Model):
-                args, kwargs = contexts.given((args, kwargs), distribution)
-            variables = self.trainable_variables
-            placed = _placements(variables, distribution)
-            region = _region(distribution, variables, placed, trainable_variables)
-            trainable_variables = _each(_to_compute, placed, trainable_variables)
-            others = _placements(self.non_trainable_variables, distribution)
-            non_trainable_variables = _each(_gathered, others, non_trainable_variables)
-        try:
-            with regions.entering(region):
-                return original(self, trainable_variables, non_trainable_variables, *args, **kwargs)
-        finally:
-            if distribution is not None and not in_stateless_scope():
-                regions.forget_losses(self)
-
-    return stateless_call
+    distribution = placing.current()
+    region = None
+    if distribution is not None and self.built:
+        if isinstance(self, Model):
+            args, kwargs = contexts.given((args, kwargs), distribution)
+        variables = self.trainable_variables
+        placed = _placements(variables, distribution)
+        region = _region(distribution, variables, placed, trainable_variables)
+        trainable_variables = _each(_to_compute, placed, trainable_variables)
+        others = _placements(self.non_trainable_variables, distribution)
+        non_trainable_variables = _each(_gathered, others, non_trainable_variables)
+    try:
+        with regions.entering(region):
+            return original(self, trainable_variables, non_trainable_variables, *args, **kwargs)
+    finally:
+        if distribution is not None and not in_stateless_scope():
+            regions.forget_losses(self)
 
 
 def _placements(variables: Any, distribution: Any) -> list[layouts.Placement]:
@@ -67,21 +63,17 @@ def _region(distribution: Any, variables: Any, placed: list[layouts.Placement], 
     return regions.Region(cuts, held) if cuts else None
 
 
-def updating(original: Any) -> Any:
+@calling
+def updating(original: Any, self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
     """Wraps Optimizer.stateless_apply: each device updates its part, which then goes to its storage."""
-
-    @functools.wraps(original)
-    def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        distribution = placing.current()
-        if distribution is None or not self.built:
-            return original(self, optimizer_variables, grads, trainable_variables)
-        placed = _placements(self._trainable_variables, distribution)
-        grads = _each(_to_state, placed, grads)
-        values = _each(_to_state, placed, trainable_variables)
-        values, optimizer_variables = original(self, optimizer_variables, grads, values)
-        return _each(_to_storage, placed, values), optimizer_variables
-
-    return stateless_apply
+    distribution = placing.current()
+    if distribution is None or not self.built:
+        return original(self, optimizer_variables, grads, trainable_variables)
+    placed = _placements(self._trainable_variables, distribution)
+    grads = _each(_to_state, placed, grads)
+    values = _each(_to_state, placed, trainable_variables)
+    values, optimizer_variables = original(self, optimizer_variables, grads, values)
+    return _each(_to_storage, placed, values), optimizer_variables
 
 
 def _each(move: Callable[..., Any], placed: list[layouts.Placement], values: Any) -> Any:

@@ -26,6 +26,7 @@ from keras.layers import RNN, Wrapper
 
 from unidist.keras.jax import data, layouts, placing, rowwise, zero_collectives
 from unidist.keras.patching.compat import get_keras_mask, get_stateless_scope, set_keras_mask
+from unidist.keras.patching.patches import calling
 
 _active = threading.local()
 # Cheap to have again from gathered values, which are not to be kept for backward in any form.
@@ -69,24 +70,20 @@ def entering(region: Region | None) -> Iterator[None]:
         _active.region = before
 
 
-def calling_layer(original: Any) -> Any:
+@calling
+def calling_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Operation.__call__: of a layer whose own variables the data axes cut, on each data shard's rows."""
-
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 (Keras's name)
-        region = getattr(_active, "region", None)
-        if region is not None:
-            region.begin()
-        if region is None or not any(id(v) in region.cuts for v in _of_unit(self)):
-            return original(self, *args, **kwargs)
-        call = _Call.of(self, functools.partial(original, self), args, kwargs)
-        if call is not None and not region.was_written(self) and (program := call.proven()) is not None:
-            return call.on_shards(region, program)
-        # No collectives inside of a loop over time.
-        with entering(None if isinstance(self, RNN) else region):
-            return original(self, *args, **kwargs)
-
-    return __call__
+    region = getattr(_active, "region", None)
+    if region is not None:
+        region.begin()
+    if region is None or not any(id(v) in region.cuts for v in _of_unit(self)):
+        return original(self, *args, **kwargs)
+    call = _Call.of(self, functools.partial(original, self), args, kwargs)
+    if call is not None and not region.was_written(self) and (program := call.proven()) is not None:
+        return call.on_shards(region, program)
+    # No collectives inside of a loop over time.
+    with entering(None if isinstance(self, RNN) else region):
+        return original(self, *args, **kwargs)
 
 
 def _of_unit(layer: Any) -> list[Any]:

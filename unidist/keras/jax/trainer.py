@@ -16,6 +16,7 @@ from unidist.keras.feed.lockstep import as_symbols, to_build
 from unidist.keras.jax import data, layouts, pacing, placing, processes
 from unidist.keras.jax.compiled import Program
 from unidist.keras.patching.compat import jax_trainer
+from unidist.keras.patching.patches import calling
 from unidist.keras.records import model_record
 from unidist.keras.strategies.distribution import adopt
 
@@ -39,105 +40,86 @@ def entering(distribution: Any, given: inspect.BoundArguments, name: str) -> Ite
             yield several, processes.peers
 
 
-def compiling(original: Any) -> Any:
+@calling
+def compiling(original: Any, function: Any, **options: Any) -> Any:
     """The trainer's `jit`: a step cuts padded rows first, and gives its results to every process."""
 
-    @functools.wraps(original)
-    def jit(function: Any, **options: Any) -> Any:
-        @functools.wraps(function)
-        def step(*arguments: Any) -> Any:
-            distribution = placing.current()
-            result = function(*data.cut(arguments, distribution))
-            if distribution is None or "donate_argnums" not in options:
-                return result
-            if not (processes.several() or data.is_padded(arguments)):
-                return result
-            outputs, state = result
-            outputs = data.replicate(outputs, distribution)
-            return (pacing.unhurried(outputs) if processes.several() else outputs), state
+    @functools.wraps(function)
+    def step(*arguments: Any) -> Any:
+        distribution = placing.current()
+        result = function(*data.cut(arguments, distribution))
+        if distribution is None or "donate_argnums" not in options:
+            return result
+        if not (processes.several() or data.is_padded(arguments)):
+            return result
+        outputs, state = result
+        outputs = data.replicate(outputs, distribution)
+        return (pacing.unhurried(outputs) if processes.several() else outputs), state
 
-        return original(step, **options)
-
-    return jit
+    return original(step, **options)
 
 
-def measuring(original: Any) -> Any:
+@calling
+def measuring(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps compute_metrics and Metric.stateless_update_state: all ragged rows are on every device.
 
     XLA's partitioner counts the rows that it pads itself where AUC scatters and sums along them (JAX 0.10).
     """
-
-    @functools.wraps(original)
-    def measure(self: Any, *args: Any, **kwargs: Any) -> Any:
-        distribution = placing.current()
-        if distribution is None:
-            return original(self, *args, **kwargs)
-        shards = adopt(distribution).strategy.data_shards
-
-        def made_whole(leaf: Any) -> Any:
-            ragged = isinstance(leaf, jax.core.Tracer) and leaf.ndim and leaf.shape[0] % shards
-            return data.with_all_rows(leaf, distribution) if ragged else leaf
-
-        args, kwargs = jax.tree.map(made_whole, (args, kwargs))
+    distribution = placing.current()
+    if distribution is None:
         return original(self, *args, **kwargs)
+    shards = adopt(distribution).strategy.data_shards
 
-    return measure
+    def made_whole(leaf: Any) -> Any:
+        ragged = isinstance(leaf, jax.core.Tracer) and leaf.ndim and leaf.shape[0] % shards
+        return data.with_all_rows(leaf, distribution) if ragged else leaf
+
+    args, kwargs = jax.tree.map(made_whole, (args, kwargs))
+    return original(self, *args, **kwargs)
 
 
-def sorting(original: Any) -> Any:
+@calling
+def sorting(original: Any, *operands: Any, **params: Any) -> Any:
     """Wraps `bind` of JAX's primitive sort: a dim that does not divide over the devices is sorted whole.
 
     Such are a ragged batch's rows, or what a layer left out of an even one. XLA's partitioner ends the process where
     they are cut ("spmd_partitioner_util.cc: Check failed", JAX 0.10). jnp's sort, argsort, quantile and median bind it.
     """
-
-    @functools.wraps(original)
-    def bind(*operands: Any, **params: Any) -> Any:
-        distribution = placing.current()
-        if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
-            return original(*operands, **params)
-        mesh, shape, dim = distribution.device_mesh.backend_mesh, operands[0].shape, params["dimension"]
-        if not any(isinstance(operand, jax.core.Tracer) for operand in operands) or not shape[dim] % mesh.size:
-            return original(*operands, **params)
-        dims = [None if place == dim else PartitionSpec.UNCONSTRAINED for place in range(len(shape))]
-        whole = functools.partial(jax.lax.with_sharding_constraint, shardings=layouts.named(mesh, *dims))
-        # What comes out too: the partitioner cuts a sort as its results are cut.
-        return [*map(whole, original(*map(whole, operands), **params))]
-
-    return bind
+    distribution = placing.current()
+    if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return original(*operands, **params)
+    mesh, shape, dim = distribution.device_mesh.backend_mesh, operands[0].shape, params["dimension"]
+    if not any(isinstance(operand, jax.core.Tracer) for operand in operands) or not shape[dim] % mesh.size:
+        return original(*operands, **params)
+    dims = [None if place == dim else PartitionSpec.UNCONSTRAINED for place in range(len(shape))]
+    whole = functools.partial(jax.lax.with_sharding_constraint, shardings=layouts.named(mesh, *dims))
+    # What comes out too: the partitioner cuts a sort as its results are cut.
+    return [*map(whole, original(*map(whole, operands), **params))]
 
 
-def building(original: Any) -> Any:
+@calling
+def building(original: Any, self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
     """Wraps Trainer._symbolic_build: it has the rows of all processes.
 
     Metrics that were made outside of the scope are the model's own from now on.
     """
+    distribution = placing.current()
 
-    @functools.wraps(original)
-    def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        distribution = placing.current()
+    def rows_of(counts: tuple[int, ...]) -> int:
+        return data.row_plan(distribution).total(counts)
 
-        def rows_of(counts: tuple[int, ...]) -> int:
-            return data.row_plan(distribution).total(counts)
-
-        if distribution is not None:
-            iterator = None if iterator is None else to_build(iterator, rows_of)
-            data_batch = None if data_batch is None else as_symbols(data_batch, rows_of)
-        original(self, iterator, data_batch)
-        _place_what_is_built(self)
-
-    return _symbolic_build
+    if distribution is not None:
+        iterator = None if iterator is None else to_build(iterator, rows_of)
+        data_batch = None if data_batch is None else as_symbols(data_batch, rows_of)
+    original(self, iterator, data_batch)
+    _place_what_is_built(self)
 
 
-def building_if_needed(original: Any) -> Any:
+@calling
+def building_if_needed(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer._maybe_symbolic_build, which asks the iterator's adapter for a batch."""
-
-    @functools.wraps(original)
-    def _maybe_symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        original(self, *args, **kwargs)
-        _place_what_is_built(self)
-
-    return _maybe_symbolic_build
+    original(self, *args, **kwargs)
+    _place_what_is_built(self)
 
 
 def _place_what_is_built(model: Any) -> None:
@@ -159,44 +141,40 @@ def making_function(original: Any) -> Any:
     return _make_function
 
 
-def _making_and_compiling(original: Any) -> Any:
+@calling
+def _making_and_compiling(
+    original: Any, self: Any, step_function: Any, out_shardings: Any = None, concatenate_outputs: bool = False
+) -> Any:
     """Wraps JAXTrainer._make_function from Keras 3.16 on, which compiles the step itself.
 
     Several steps on a stack of batches are one program there. Under a distribution each step is a program, and places
     its own batch.
     """
+    _check(self)
+    undistributed = original(self, step_function, out_shardings, concatenate_outputs)
+    compiled = step_function
+    if self.jit_compile and not self.run_eagerly:
+        compiled = jax_trainer.jit(step_function, donate_argnums=0, out_shardings=out_shardings)
+    one = _placed(compiled)
 
-    @functools.wraps(original)
-    def _make_function(
-        self: Any, step_function: Any, out_shardings: Any = None, concatenate_outputs: bool = False
-    ) -> Any:
-        _check(self)
-        undistributed = original(self, step_function, out_shardings, concatenate_outputs)
-        compiled = step_function
-        if self.jit_compile and not self.run_eagerly:
-            compiled = jax_trainer.jit(step_function, donate_argnums=0, out_shardings=out_shardings)
-        one = _placed(compiled)
+    def steps(state: Any, iterator: Any) -> Any:
+        if placing.current() is None:
+            return undistributed(state, iterator)
+        outputs: list[Any] = []
+        for k in range(self.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                if not k:
+                    raise
+                break
+            out, state = one(state, batch)
+            outputs = [*outputs, out] if concatenate_outputs else [out]
+        if len(outputs) == 1:
+            return outputs[0], state
+        return jax.tree.map(lambda *parts: jax.numpy.concatenate(parts), *outputs), state
 
-        def steps(state: Any, iterator: Any) -> Any:
-            if placing.current() is None:
-                return undistributed(state, iterator)
-            outputs: list[Any] = []
-            for k in range(self.steps_per_execution):
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    if not k:
-                        raise
-                    break
-                out, state = one(state, batch)
-                outputs = [*outputs, out] if concatenate_outputs else [out]
-            if len(outputs) == 1:
-                return outputs[0], state
-            return jax.tree.map(lambda *parts: jax.numpy.concatenate(parts), *outputs), state
-
-        return steps
-
-    return _make_function
+    return steps
 
 
 def _check(model: Any) -> None:
@@ -232,23 +210,15 @@ def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def distributing_data(original: Any) -> Any:
+@calling
+def distributing_data(original: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """The trainer's _distribute_data: leaves the batch to the step, which places it."""
-
-    @functools.wraps(original)
-    def _distribute_data(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(batch, *args, **kwargs) if placing.current() is None else batch
-
-    return _distribute_data
+    return original(batch, *args, **kwargs) if placing.current() is None else batch
 
 
-def iterating(original: Any) -> Any:
+@calling
+def iterating(original: Any, self: Any) -> Any:
     """JAXEpochIterator._get_iterator: the batches as they are read; the step places them."""
-
-    @functools.wraps(original)
-    def _get_iterator(self: Any) -> Any:
-        if placing.current() is None:
-            return original(self)
-        return self.data_adapter.get_jax_iterator()
-
-    return _get_iterator
+    if placing.current() is None:
+        return original(self)
+    return self.data_adapter.get_jax_iterator()

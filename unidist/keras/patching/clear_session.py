@@ -5,13 +5,12 @@ A model made afterwards in the same scope would train on each device by itself, 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import keras
 
 from unidist.keras.patching.compat import global_state
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -19,11 +18,8 @@ def hooks() -> tuple[Hook, ...]:
     return (Hook(global_state, "clear_session", _clearing, why, imported=True),)
 
 
-def _clearing(original: Any) -> Any:
-    @functools.wraps(original)
-    def clear_session(free_memory: bool = True) -> None:
-        distribution = keras.distribution.distribution()
-        original(free_memory)
-        keras.distribution.set_distribution(distribution)
-
-    return clear_session
+@calling
+def _clearing(original: Any, free_memory: bool = True) -> None:
+    distribution = keras.distribution.distribution()
+    original(free_memory)
+    keras.distribution.set_distribution(distribution)

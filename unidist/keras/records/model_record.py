@@ -10,7 +10,6 @@ such an entry would never go. Keras copies and pickles models as files, which ha
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from unidist.backends import registry
 from unidist.errors import LayoutError
 from unidist.keras import fit_observer, recomputing
 from unidist.keras.patching.compat import Trainer
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.records import variable_record
 from unidist.keras.records.layer_report import warn
 from unidist.keras.strategies import distribution as distributions
@@ -70,18 +69,14 @@ def hooks() -> Iterator[Hook]:
         yield Hook(trainer, "fit", _fitting, "a model that no strategy has is warned of")
 
 
-def _making(original: Any) -> Any:
+@calling
+def _making(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """A trainer's __init__: remembers Keras's distribution of this thread, under which a model is made."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
-        original(self, *args, **kwargs)
-        distribution = keras_distribution.distribution()
-        if distribution is not None:
-            global _latest
-            of(self).told = _latest = distribution
-
-    return __init__
+    original(self, *args, **kwargs)
+    distribution = keras_distribution.distribution()
+    if distribution is not None:
+        global _latest
+        of(self).told = _latest = distribution
 
 
 def has_distributed() -> bool:
@@ -94,13 +89,10 @@ def latest() -> Any:
     return _latest
 
 
-def _fitting(original: Any) -> Any:
-    @functools.wraps(original)
-    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _warn_where_alone(self)
-        return original(self, *args, **kwargs)
-
-    return fit
+@calling
+def _fitting(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    _warn_where_alone(self)
+    return original(self, *args, **kwargs)
 
 
 def _warn_where_alone(model: Any) -> None:

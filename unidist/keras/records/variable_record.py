@@ -16,7 +16,6 @@ variable another class, and no copy takes it along.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ from typing import Any
 
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.keras.patching.compat import BaseOptimizer, backend
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.strategies.distribution import UnidistDistribution, adopt
 from unidist.strategies import VariableLayouts
 
@@ -150,23 +149,19 @@ def hooks() -> tuple[Hook, ...]:
     return (Hook(BaseOptimizer, "add_variable_from_reference", _adding_slot, "slots know their variables"),)
 
 
-def _adding_slot(original: Any) -> Any:
+@calling
+def _adding_slot(original: Any, self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps Optimizer.add_variable_from_reference: notes whose slot it is, before it is placed.
 
     It is placed when it gets its value.
     """
-
-    @functools.wraps(original)
-    def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        before, _making.owner = _making.owner, reference_variable
-        try:
-            slot = original(self, reference_variable, *args, **kwargs)
-        finally:
-            _making.owner = before
-        of(slot).owner = reference_variable
-        return slot
-
-    return add_variable_from_reference
+    before, _making.owner = _making.owner, reference_variable
+    try:
+        slot = original(self, reference_variable, *args, **kwargs)
+    finally:
+        _making.owner = before
+    of(slot).owner = reference_variable
+    return slot
 
 
 def note_slots(optimizer: Any) -> None:

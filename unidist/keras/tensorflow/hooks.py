@@ -93,7 +93,7 @@ def _of_trainers() -> Iterator[Hook]:
         making_step = trainer.making_step(f"{kind}_function", f"{kind}_step")
         yield Hook(TensorFlowTrainer, f"make_{kind}_function", making_step, "steps run on the mesh")
     yield Hook(TensorFlowTrainer, "get_metrics_result", trainer.telling_metrics, "metrics are read whole")
-    yield Hook(keras.Model, "__call__", trainer.calling, "models are called on the mesh")
+    yield Hook(keras.Model, "__call__", trainer.calling_model, "models are called on the mesh")
     yield Hook(keras_core.Variable, "_initialize", placing.initializing, "large variables rest in parts")
     yield Hook(keras_core.Variable, "assign", placing.loading, "a device's part is read from a file by itself")
     for operator in values.OPERATORS:

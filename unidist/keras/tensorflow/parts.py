@@ -23,6 +23,7 @@ from unidist.errors import CapabilityError, DesyncError
 from unidist.keras.feed.adapters import in_step, same
 from unidist.keras.feed.lockstep import Meeting, Part, as_parts, row_count
 from unidist.keras.feed.row_plan import RowPlan
+from unidist.keras.patching.patches import calling
 from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow import values, worlds
 
@@ -50,27 +51,23 @@ def _known(leaf: Any) -> Any:
     return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
 
-def adapting(original: Any) -> Any:
+@calling
+def adapting(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps Keras's get_data_adapter: gives a part of the data where each process has one, else all of it.
 
     All must see the same then.
     """
-
-    @functools.wraps(original)
-    def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
-        distribution = _read_for.get()
-        several = None if distribution is None else worlds.processes()
-        if distribution is None or several is None:
-            return original(*args, **kwargs)
-        meeting = None if distribution.strategy.auto_shard_dataset else Meeting(several)
-        with meeting.told_to_all() if meeting else contextlib.nullcontext():
-            adapter = original(*args, **kwargs)
-            dataset = adapter.get_tf_dataset()
-        if meeting is not None:
-            return in_step(adapter, lambda: (tree.map_structure(_known, batch) for batch in dataset), meeting)
-        return same(adapter, lambda: dataset, several)
-
-    return get_data_adapter
+    distribution = _read_for.get()
+    several = None if distribution is None else worlds.processes()
+    if distribution is None or several is None:
+        return original(*args, **kwargs)
+    meeting = None if distribution.strategy.auto_shard_dataset else Meeting(several)
+    with meeting.told_to_all() if meeting else contextlib.nullcontext():
+        adapter = original(*args, **kwargs)
+        dataset = adapter.get_tf_dataset()
+    if meeting is not None:
+        return in_step(adapter, lambda: (tree.map_structure(_known, batch) for batch in dataset), meeting)
+    return same(adapter, lambda: dataset, several)
 
 
 def counted(batch: Any) -> Any:

@@ -7,7 +7,6 @@ the zeros that the gradient of a slice is padded with.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.ops import gen_array_ops, gen_nn_ops
 
 from unidist.keras.patching.compat import tensorflow_math, tensorflow_numpy
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.tensorflow import slicing, values
 from unidist.keras.tensorflow.values import U
 
@@ -49,153 +48,118 @@ def hooks() -> tuple[Hook, ...]:
     )
 
 
-def _concatenating(original: Any) -> Any:
-    @functools.wraps(original)
-    def concat_v2(values: Any, axis: Any, name: Any = None) -> Any:
-        found = original(values, axis, name)
-        return _pinned(found, tf.get_static_value(axis) not in (None, 0, -(found.shape.rank or 0)))
-
-    return concat_v2
+@calling
+def _concatenating(original: Any, values: Any, axis: Any, name: Any = None) -> Any:
+    found = original(values, axis, name)
+    return _pinned(found, tf.get_static_value(axis) not in (None, 0, -(found.shape.rank or 0)))
 
 
-def _padding(original: Any) -> Any:
-    @functools.wraps(original)
-    def pad(input: Any, paddings: Any, *args: Any, **kwargs: Any) -> Any:
-        if slicing.mesh_here() is None:
-            return original(input, paddings, *args, **kwargs)
-        # In a list that Keras gives one number may be a tensor.
-        known = tf.get_static_value(tf.convert_to_tensor(paddings))
-        keeps_rows = known is not None and len(known) > 0 and not any(known[0])
-        found = original(_pinned(tf.convert_to_tensor(input), keeps_rows), paddings, *args, **kwargs)
-        return _pinned(found, keeps_rows)
-
-    return pad
+@calling
+def _padding(original: Any, input: Any, paddings: Any, *args: Any, **kwargs: Any) -> Any:
+    if slicing.mesh_here() is None:
+        return original(input, paddings, *args, **kwargs)
+    # In a list that Keras gives one number may be a tensor.
+    known = tf.get_static_value(tf.convert_to_tensor(paddings))
+    keeps_rows = known is not None and len(known) > 0 and not any(known[0])
+    found = original(_pinned(tf.convert_to_tensor(input), keeps_rows), paddings, *args, **kwargs)
+    return _pinned(found, keeps_rows)
 
 
-def _looking_up(original: Any) -> Any:
+@calling
+def _looking_up(original: Any, x: Any, indices: Any, axis: int | None = None) -> Any:
     """Wraps Keras's take, so that each device has whole rows of a table that is cut by its ids.
 
     So it is with what is computed. DTensor fails where the layer behind it wants them cut.
     """
-
-    @functools.wraps(original)
-    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
-        found = original(x, indices, axis=axis)
-        table = getattr(x, "_value", None)
-        if axis != 0 or not isinstance(found, tf.Tensor):
-            return found
-        cuts = (table.compute or table.layout).sharding_specs if isinstance(table, values.SpreadVariable) else None
-        return found if cuts is not None and cuts[:1] in ([], [U]) else _pinned(found, True)
-
-    return take
+    found = original(x, indices, axis=axis)
+    table = getattr(x, "_value", None)
+    if axis != 0 or not isinstance(found, tf.Tensor):
+        return found
+    cuts = (table.compute or table.layout).sharding_specs if isinstance(table, values.SpreadVariable) else None
+    return found if cuts is not None and cuts[:1] in ([], [U]) else _pinned(found, True)
 
 
-def _tiling(original: Any) -> Any:
-    @functools.wraps(original)
-    def tile(input: Any, multiples: Any, name: Any = None) -> Any:
-        if slicing.mesh_here() is None:
-            return original(input, multiples, name)
-        times = tf.get_static_value(tf.convert_to_tensor(multiples))
-        keeps_rows = times is not None and len(times) > 0 and times[0] == 1
-        return _pinned(original(_pinned(tf.convert_to_tensor(input), keeps_rows), multiples, name), keeps_rows)
-
-    return tile
+@calling
+def _tiling(original: Any, input: Any, multiples: Any, name: Any = None) -> Any:
+    if slicing.mesh_here() is None:
+        return original(input, multiples, name)
+    times = tf.get_static_value(tf.convert_to_tensor(multiples))
+    keeps_rows = times is not None and len(times) > 0 and times[0] == 1
+    return _pinned(original(_pinned(tf.convert_to_tensor(input), keeps_rows), multiples, name), keeps_rows)
 
 
-def _of_matrices(original: Any) -> Any:
-    @functools.wraps(original)
-    def of_matrices(input: Any, *args: Any, **kwargs: Any) -> Any:
-        matrices = tf.convert_to_tensor(input)
-        are_rows = matrices.shape.rank is not None and matrices.shape.rank > 2
-        return _pinned(original(_pinned(matrices, are_rows), *args, **kwargs), are_rows)
-
-    return of_matrices
+@calling
+def _of_matrices(original: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    matrices = tf.convert_to_tensor(input)
+    are_rows = matrices.shape.rank is not None and matrices.shape.rank > 2
+    return _pinned(original(_pinned(matrices, are_rows), *args, **kwargs), are_rows)
 
 
-def _of_segments(original: Any) -> Any:
+@calling
+def _of_segments(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps an operation on segments: a row's gradient is looked up in that of its segment.
 
     The layer before may want it cut by its features.
     """
-
-    @functools.wraps(original)
-    def of_segments(data: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(_pinned(tf.convert_to_tensor(data), False), *args, **kwargs)
-
-    return of_segments
+    return original(_pinned(tf.convert_to_tensor(data), False), *args, **kwargs)
 
 
-def _sorting(original: Any) -> Any:
+@calling
+def _sorting(original: Any, input: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps top_kv2: of a vector, whose only rows are its entries, all are gathered."""
-
-    @functools.wraps(original)
-    def top_kv2(input: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(_pinned(tf.convert_to_tensor(input), input.shape.rank != 1), k, *args, **kwargs)
-        largest, places = (_pinned(x, x.shape.rank != 1, of_any_kind=True) for x in found)
-        return type(found)(largest, places)
-
-    return top_kv2
+    found = original(_pinned(tf.convert_to_tensor(input), input.shape.rank != 1), k, *args, **kwargs)
+    largest, places = (_pinned(x, x.shape.rank != 1, of_any_kind=True) for x in found)
+    return type(found)(largest, places)
 
 
-def _taking_along(original: Any) -> Any:
+@calling
+def _taking_along(original: Any, x: Any, indices: Any, axis: int | None = None) -> Any:
     """Wraps Keras's take_along_axis, by places in the flat whole value.
 
     Shapes that Keras computes in a step DTensor does not know.
     """
-
-    @functools.wraps(original)
-    def take_along_axis(x: Any, indices: Any, axis: int | None = None) -> Any:
-        mesh = slicing.mesh_here()
-        x, indices = tf.convert_to_tensor(x), tf.convert_to_tensor(indices)
-        is_static = x.shape.is_fully_defined() and indices.shape.is_fully_defined()
-        if mesh is None or not is_static or x.shape.rank != indices.shape.rank or axis is None:
-            return original(x, indices, axis=axis)
-        x, indices = slicing.whole(x, mesh), slicing.whole(indices, mesh)
-        rank = x.shape.rank
-        order = [dim for dim in range(rank) if dim != axis % rank] + [axis % rank]
-        x, indices = tf.transpose(x, order), tf.transpose(indices, order)
-        before = tf.broadcast_static_shape(x.shape[:-1], indices.shape[:-1]).as_list()
-        size, count = x.shape[-1], indices.shape[-1]
-        flat = tf.reshape(tf.broadcast_to(x, [*before, size]), [-1])
-        places = tf.reshape(tf.broadcast_to(indices, [*before, count]), [-1, count])
-        places = tf.where(places < 0, places + size, places)
-        places += tf.constant(np.arange(places.shape[0])[:, None] * size, places.dtype)
-        found = tf.reshape(tf.gather(flat, tf.reshape(places, [-1])), [*before, count])
-        return slicing.whole(tf.transpose(found, list(np.argsort(order))), mesh)
-
-    return take_along_axis
+    mesh = slicing.mesh_here()
+    x, indices = tf.convert_to_tensor(x), tf.convert_to_tensor(indices)
+    is_static = x.shape.is_fully_defined() and indices.shape.is_fully_defined()
+    if mesh is None or not is_static or x.shape.rank != indices.shape.rank or axis is None:
+        return original(x, indices, axis=axis)
+    x, indices = slicing.whole(x, mesh), slicing.whole(indices, mesh)
+    rank = x.shape.rank
+    order = [dim for dim in range(rank) if dim != axis % rank] + [axis % rank]
+    x, indices = tf.transpose(x, order), tf.transpose(indices, order)
+    before = tf.broadcast_static_shape(x.shape[:-1], indices.shape[:-1]).as_list()
+    size, count = x.shape[-1], indices.shape[-1]
+    flat = tf.reshape(tf.broadcast_to(x, [*before, size]), [-1])
+    places = tf.reshape(tf.broadcast_to(indices, [*before, count]), [-1, count])
+    places = tf.where(places < 0, places + size, places)
+    places += tf.constant(np.arange(places.shape[0])[:, None] * size, places.dtype)
+    found = tf.reshape(tf.gather(flat, tf.reshape(places, [-1])), [*before, count])
+    return slicing.whole(tf.transpose(found, list(np.argsort(order))), mesh)
 
 
-def _unpacking(original: Any) -> Any:
-    @functools.wraps(original)
-    def unpack(value: Any, num: int, axis: int = 0, name: Any = None) -> Any:
-        # Rows stand first, and second behind the steps of a sequence.
-        found = original(_pinned(tf.convert_to_tensor(value), True, rows=int(axis == 0)), num, axis, name)
-        return [_pinned(part, True) for part in found]
-
-    return unpack
+@calling
+def _unpacking(original: Any, value: Any, num: int, axis: int = 0, name: Any = None) -> Any:
+    # Rows stand first, and second behind the steps of a sequence.
+    found = original(_pinned(tf.convert_to_tensor(value), True, rows=int(axis == 0)), num, axis, name)
+    return [_pinned(part, True) for part in found]
 
 
-def _convolving(original: Any) -> Any:
+@calling
+def _convolving(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps a convolution, whose gradient is brought to the layout of its result.
 
     Where an op behind it has no rule, as averages of pools, the gradient comes whole. DTensor fails where a convolution
     of it is to be cut.
     """
+    found = original(*args, **kwargs)
+    if slicing.mesh_here() is None or tf.executing_eagerly():
+        return found
 
-    @functools.wraps(original)
-    def convolve(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        if slicing.mesh_here() is None or tf.executing_eagerly():
-            return found
+    @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+    def pin(value: Any) -> tuple[Any, Any]:
+        return tf.identity(value), lambda gradient: dtensor.relayout_like(gradient, value)
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
-        def pin(value: Any) -> tuple[Any, Any]:
-            return tf.identity(value), lambda gradient: dtensor.relayout_like(gradient, value)
-
-        return pin(found)
-
-    return convolve
+    return pin(found)
 
 
 def _pinned(x: Any, keeps_rows: bool, rows: int = 0, of_any_kind: bool = False) -> Any:

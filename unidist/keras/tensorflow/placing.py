@@ -7,7 +7,6 @@ cut rest in parts from the start, and are read whole until then.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -23,6 +22,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import allocator
 from unidist.keras.lazy_values import Stored
 from unidist.keras.patching.compat import RNN, in_stateless_scope, random_seed_dtype, tree
+from unidist.keras.patching.patches import calling
 from unidist.keras.planning.auto_layouts import to_place
 from unidist.keras.planning.candidates import candidate
 from unidist.keras.records import model_record, variable_record
@@ -163,26 +163,22 @@ def _in_parts(variable: Any, host: Any, storage: dtensor.Layout) -> values.Sprea
     return made
 
 
-def initializing(original: Any) -> Any:
+@calling
+def initializing(original: Any, variable: Any, value: Any) -> None:
     """Variable._initialize: what is large and to be cut is in parts as soon as it has a value."""
-
-    @functools.wraps(original)
-    def _initialize(variable: Any, value: Any) -> None:
-        storage = distribution = None
-        if callable(value) and not in_stateless_scope() and tf.executing_eagerly() and prod(variable._shape) >= LARGE:
-            distribution = _to_lie_on(variable)
-            storage = None if distribution is None else _cut(variable, distribution)
-        if storage is None:
-            original(variable, value)
-            return
-        host = np.asarray(value())
-        variable._value = _spread(variable, host, storage)
-        variable._value.waits_on = distribution
-        size = host.nbytes
-        del host
-        allocator.give_back_after(size)
-
-    return _initialize
+    storage = distribution = None
+    if callable(value) and not in_stateless_scope() and tf.executing_eagerly() and prod(variable._shape) >= LARGE:
+        distribution = _to_lie_on(variable)
+        storage = None if distribution is None else _cut(variable, distribution)
+    if storage is None:
+        original(variable, value)
+        return
+    host = np.asarray(value())
+    variable._value = _spread(variable, host, storage)
+    variable._value.waits_on = distribution
+    size = host.nbytes
+    del host
+    allocator.give_back_after(size)
 
 
 def _to_lie_on(variable: Any) -> UnidistDistribution | None:
@@ -210,19 +206,15 @@ def _cut(variable: Any, distribution: UnidistDistribution) -> dtensor.Layout | N
     return storage if found.storage.dims else None
 
 
-def loading(original: Any) -> Any:
+@calling
+def loading(original: Any, variable: Any, value: Any) -> Any:
     """Variable.assign: each device's part is read from a file by itself."""
-
-    @functools.wraps(original)
-    def assign(variable: Any, value: Any) -> Any:
-        is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
-        if not is_alike or not isinstance(variable._value, values.SpreadVariable) or in_stateless_scope():
-            return original(variable, value)
-        variable._value.assign_stored(value, variable._convert_to_tensor)
-        allocator.give_back_after(value.size * value.dtype.itemsize)
-        return value
-
-    return assign
+    is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
+    if not is_alike or not isinstance(variable._value, values.SpreadVariable) or in_stateless_scope():
+        return original(variable, value)
+    variable._value.assign_stored(value, variable._convert_to_tensor)
+    allocator.give_back_after(value.size * value.dtype.itemsize)
+    return value
 
 
 def place_optimizer(optimizer: Any, variables: list[Any]) -> None:

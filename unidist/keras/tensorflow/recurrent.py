@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -12,7 +11,7 @@ import tensorflow as tf
 from keras import tree
 
 from unidist.keras.patching.compat import RNN
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 
 _layers: ContextVar[frozenset[int]] = ContextVar("unidist_dtensor_unrolled", default=frozenset())
 
@@ -36,26 +35,22 @@ def unrolled(model: Any) -> Iterator[None]:
             layer.unroll = False
 
 
-def _looping(original: Any) -> Any:
+@calling
+def _looping(original: Any, self: Any, sequences: Any, initial_state: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps RNN.inner_loop, with the zeros of Keras's loop for masked steps of a reversed sequence.
 
     Keras's unrolled steps lay the mask as it was given onto outputs that are the other way round.
     """
-
-    @functools.wraps(original)
-    def inner_loop(self: Any, sequences: Any, initial_state: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ours = id(self) in _layers.get() and self.go_backwards and self.return_sequences
-        if not is_ours or not self.zero_output_for_mask or mask is None:
-            return original(self, sequences, initial_state, mask, *args, **kwargs)
-        self.zero_output_for_mask = False
-        try:
-            last, outputs, states = original(self, sequences, initial_state, mask, *args, **kwargs)
-        finally:
-            self.zero_output_for_mask = True
-        steps = tf.unstack(tree.flatten(mask)[0], axis=1)[::-1]
-        return _zeroed(last, steps[-1]), _zeroed(outputs, tf.stack(steps, axis=1)), states
-
-    return inner_loop
+    is_ours = id(self) in _layers.get() and self.go_backwards and self.return_sequences
+    if not is_ours or not self.zero_output_for_mask or mask is None:
+        return original(self, sequences, initial_state, mask, *args, **kwargs)
+    self.zero_output_for_mask = False
+    try:
+        last, outputs, states = original(self, sequences, initial_state, mask, *args, **kwargs)
+    finally:
+        self.zero_output_for_mask = True
+    steps = tf.unstack(tree.flatten(mask)[0], axis=1)[::-1]
+    return _zeroed(last, steps[-1]), _zeroed(outputs, tf.stack(steps, axis=1)), states
 
 
 def _zeroed(x: Any, mask: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from keras import tree
 from tensorflow.experimental import dtensor
 
 from unidist.keras.patching.compat import Trainer, get_keras_mask, set_keras_mask
+from unidist.keras.patching.patches import calling
 from unidist.keras.tensorflow import values
 
 _mesh = values.computing
@@ -133,73 +134,61 @@ class _Spec:
         return takes_a_row or any(step != 1 for step in steps)
 
 
-def slicing(original: Callable[..., Any]) -> Callable[..., Any]:
+@calling
+def slicing(original: Any, input_: Any, begin: Any, end: Any, strides: Any = None, *args: Any, **options: Any) -> Any:
     """Wraps tf.strided_slice, by which a tensor is indexed.
 
     On a mesh it works on whole values where shards will not do. New axes are added afterwards.
     """
-
-    @functools.wraps(original)
-    def strided_slice(input_: Any, begin: Any, end: Any, strides: Any = None, *args: Any, **options: Any) -> Any:
-        mesh = _mesh.get()
-        if mesh is None or args or not isinstance(input_, tf.Tensor) or input_.shape.rank is None:
-            return original(input_, begin, end, strides, *args, **options)
-        asked = _spec(begin, end, strides, options)
-        core = asked.without_new_axes()
-        x = whole(input_, mesh) if core.needs_whole() and not _is_known(input_) else input_
-        if core.begin:
-            x = original(
-                x,
-                tf.stack(core.begin),
-                tf.stack(core.end),
-                tf.stack(core.strides),
-                begin_mask=core.begin_mask,
-                end_mask=core.end_mask,
-                ellipsis_mask=core.ellipsis_mask,
-                shrink_axis_mask=core.shrink_axis_mask,
-                name=options.get("name"),
-            )
-        for place in asked.new_axes(input_.shape.rank):
-            x = tf.expand_dims(x, place)
-        return x
-
-    return strided_slice
+    mesh = _mesh.get()
+    if mesh is None or args or not isinstance(input_, tf.Tensor) or input_.shape.rank is None:
+        return original(input_, begin, end, strides, *args, **options)
+    asked = _spec(begin, end, strides, options)
+    core = asked.without_new_axes()
+    x = whole(input_, mesh) if core.needs_whole() and not _is_known(input_) else input_
+    if core.begin:
+        x = original(
+            x,
+            tf.stack(core.begin),
+            tf.stack(core.end),
+            tf.stack(core.strides),
+            begin_mask=core.begin_mask,
+            end_mask=core.end_mask,
+            ellipsis_mask=core.ellipsis_mask,
+            shrink_axis_mask=core.shrink_axis_mask,
+            name=options.get("name"),
+        )
+    for place in asked.new_axes(input_.shape.rank):
+        x = tf.expand_dims(x, place)
+    return x
 
 
-def selecting(original: Callable[..., Any]) -> Callable[..., Any]:
+@calling
+def selecting(original: Any, condition: Any, t: Any, e: Any, name: Any = None) -> Any:
     """Wraps the operation of tf.where with two values, and spreads a single condition on a mesh.
 
     DTensor crashes the process where it has no dims and what it chooses from has some.
     """
-
-    @functools.wraps(original)
-    def select_v2(condition: Any, t: Any, e: Any, name: Any = None) -> Any:
-        if _mesh.get() is None:
-            return original(condition, t, e, name=name)
-        chosen = [x.shape if isinstance(x, tf.Tensor) else tf.TensorShape(np.shape(x)) for x in (t, e)]
-        shape = tf.broadcast_static_shape(*chosen) if all(one.rank is not None for one in chosen) else None
-        condition = tf.convert_to_tensor(condition)
-        if condition.shape.rank == 0 and shape is not None and shape.rank and shape.is_fully_defined():
-            condition = tf.broadcast_to(condition, shape)
+    if _mesh.get() is None:
         return original(condition, t, e, name=name)
+    chosen = [x.shape if isinstance(x, tf.Tensor) else tf.TensorShape(np.shape(x)) for x in (t, e)]
+    shape = tf.broadcast_static_shape(*chosen) if all(one.rank is not None for one in chosen) else None
+    condition = tf.convert_to_tensor(condition)
+    if condition.shape.rank == 0 and shape is not None and shape.rank and shape.is_fully_defined():
+        condition = tf.broadcast_to(condition, shape)
+    return original(condition, t, e, name=name)
 
-    return select_v2
 
-
-def scattering(original: Callable[..., Any]) -> Callable[..., Any]:
+@calling
+def scattering(original: Any, indices: Any, updates: Any, shape: Any, *args: Any, **options: Any) -> Any:
     """Wraps tf.scatter_nd, which gradients of top_k and of sorting call: of whole values on a mesh.
 
     DTensor lets each device place the rows of all into its own part.
     """
-
-    @functools.wraps(original)
-    def scatter_nd(indices: Any, updates: Any, shape: Any, *args: Any, **options: Any) -> Any:
-        mesh = _mesh.get()
-        if mesh is None:
-            return original(indices, updates, shape, *args, **options)
-        return whole(original(whole(indices, mesh), whole(updates, mesh), shape, *args, **options), mesh)
-
-    return scatter_nd
+    mesh = _mesh.get()
+    if mesh is None:
+        return original(indices, updates, shape, *args, **options)
+    return whole(original(whole(indices, mesh), whole(updates, mesh), shape, *args, **options), mesh)
 
 
 def _spec(begin: Any, end: Any, strides: Any, options: dict[str, Any]) -> _Spec:

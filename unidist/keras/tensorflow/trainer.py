@@ -22,6 +22,7 @@ from unidist.errors import CapabilityError
 from unidist.keras import active_distribution, seeds
 from unidist.keras.feed.lockstep import Part, to_build
 from unidist.keras.patching.compat import in_stateless_scope
+from unidist.keras.patching.patches import calling
 from unidist.keras.records import model_record
 from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow import compiled, ledger, parts, placing, recurrent, slicing, values, worlds
@@ -39,24 +40,20 @@ def entering(distribution: UnidistDistribution, given: inspect.BoundArguments, n
         yield worlds.processes(), worlds.peers
 
 
-def building(original: Any) -> Any:
+@calling
+def building(original: Any, self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
     """Wraps _maybe_symbolic_build: builds metrics and losses before the step is traced.
 
     Their variables must be placed by then.
     """
-
-    @functools.wraps(original)
-    def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        distribution = placing.distribution_of(self)
-        if distribution is None:
-            return original(self, iterator=iterator, data_batch=data_batch)
-        if iterator is not None:
-            iterator = _undrawn(to_build(iterator, functools.partial(parts.rows_of_counts, distribution)))
-        if data_batch is not None:
-            data_batch = tree.map_structure(lambda leaf: leaf if leaf is None else np.asarray(leaf), data_batch)
-        return self._symbolic_build(iterator=iterator, data_batch=data_batch)
-
-    return _maybe_symbolic_build
+    distribution = placing.distribution_of(self)
+    if distribution is None:
+        return original(self, iterator=iterator, data_batch=data_batch)
+    if iterator is not None:
+        iterator = _undrawn(to_build(iterator, functools.partial(parts.rows_of_counts, distribution)))
+    if data_batch is not None:
+        data_batch = tree.map_structure(lambda leaf: leaf if leaf is None else np.asarray(leaf), data_batch)
+    return self._symbolic_build(iterator=iterator, data_batch=data_batch)
 
 
 def _undrawn(steps: Iterator[Any]) -> Iterator[Any]:
@@ -73,20 +70,17 @@ def _undrawn(steps: Iterator[Any]) -> Iterator[Any]:
 def making_step(name: str, step: str) -> Callable[[Any], Any]:
     """make_train_function and its like: places what is not placed yet, and makes the step."""
 
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def make_function(self: Any, force: bool = False) -> Any:
-            distribution = placing.distribution_of(self)
-            if distribution is None:
-                return original(self, force)
-            placing.prepare(self, distribution)
-            slicing.adopt_loss(self)
-            if getattr(self, name) is None or force:
-                found = _Step(self, distribution, getattr(self, step), step)
-                setattr(self, name, found.predict if step == "predict_step" else found.run)
-            return getattr(self, name)
-
-        return make_function
+    @calling
+    def make(original: Any, self: Any, force: bool = False) -> Any:
+        distribution = placing.distribution_of(self)
+        if distribution is None:
+            return original(self, force)
+        placing.prepare(self, distribution)
+        slicing.adopt_loss(self)
+        if getattr(self, name) is None or force:
+            found = _Step(self, distribution, getattr(self, step), step)
+            setattr(self, name, found.predict if step == "predict_step" else found.run)
+        return getattr(self, name)
 
     return make
 
@@ -230,33 +224,25 @@ def _without_rule(error: Exception, model: Any) -> CapabilityError | None:
     )
 
 
-def telling_metrics(original: Any) -> Any:
+@calling
+def telling_metrics(original: Any, self: Any) -> Any:
     """Trainer.get_metrics_result: outside of a step, values on the host."""
-
-    @functools.wraps(original)
-    def get_metrics_result(self: Any) -> Any:
-        found = original(self)
-        return tree.map_structure(values.on_host, found) if tf.executing_eagerly() else found
-
-    return get_metrics_result
+    found = original(self)
+    return tree.map_structure(values.on_host, found) if tf.executing_eagerly() else found
 
 
-def calling(original: Any) -> Any:
+@calling
+def calling_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Layer.__call__ of a model that is placed, outside of a step: takes and gives arrays on the host."""
-
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 (Keras's name)
-        distribution = placing.placed_under(self)
-        if distribution is None or not tf.executing_eagerly() or in_stateless_scope() or not _is_host(args, kwargs):
-            return original(self, *args, **kwargs)
-        args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
-        mesh = worlds.native_mesh(distribution.mesh)
-        with worlds.together("a call of a model"), active_distribution.active(None):
-            with slicing.on(mesh), recurrent.unrolled(self), placing.constants_on_mesh(self, mesh):
-                found = original(self, *args, **kwargs)
-            return tree.map_structure(values.on_host, found)
-
-    return __call__
+    distribution = placing.placed_under(self)
+    if distribution is None or not tf.executing_eagerly() or in_stateless_scope() or not _is_host(args, kwargs):
+        return original(self, *args, **kwargs)
+    args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
+    mesh = worlds.native_mesh(distribution.mesh)
+    with worlds.together("a call of a model"), active_distribution.active(None):
+        with slicing.on(mesh), recurrent.unrolled(self), placing.constants_on_mesh(self, mesh):
+            found = original(self, *args, **kwargs)
+        return tree.map_structure(values.on_host, found)
 
 
 def _is_host(args: Any, kwargs: Any) -> bool:
@@ -268,22 +254,18 @@ def _packed(leaf: Any, distribution: UnidistDistribution) -> Any:
     return pack(leaf, distribution) if isinstance(leaf, np.ndarray | tf.Tensor) else leaf
 
 
-def applying(original: Any) -> Any:
+@calling
+def applying(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     """Optimizer.apply: each gradient is first laid out as its variable. See backends/tensorflow/guards.py."""
-
-    @functools.wraps(original)
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        own = self._trainable_variables if trainable_variables is None else trainable_variables
-        grads, own = list(grads), list(own)
-        if not any(isinstance(getattr(v, "_value", None), values.SpreadVariable) for v in own):
-            return original(self, grads, trainable_variables)
-        placing.place_optimizer(self, own)
-        laid = [_laid(grad, variable) for grad, variable in zip(grads, own, strict=True)]
-        mesh = next(v._value.layout.mesh for v in own if isinstance(v._value, values.SpreadVariable))
-        with values.updating(), slicing.on(mesh) if tf.executing_eagerly() else contextlib.nullcontext():
-            return original(self, laid, own if trainable_variables is not None else None)
-
-    return apply
+    own = self._trainable_variables if trainable_variables is None else trainable_variables
+    grads, own = list(grads), list(own)
+    if not any(isinstance(getattr(v, "_value", None), values.SpreadVariable) for v in own):
+        return original(self, grads, trainable_variables)
+    placing.place_optimizer(self, own)
+    laid = [_laid(grad, variable) for grad, variable in zip(grads, own, strict=True)]
+    mesh = next(v._value.layout.mesh for v in own if isinstance(v._value, values.SpreadVariable))
+    with values.updating(), slicing.on(mesh) if tf.executing_eagerly() else contextlib.nullcontext():
+        return original(self, laid, own if trainable_variables is not None else None)
 
 
 RELAY = True

@@ -17,6 +17,7 @@ from tensorflow.experimental import dtensor
 from unidist.backends.protocol import Array
 from unidist.keras.lazy_values import Stored
 from unidist.keras.patching.compat import in_stateless_scope
+from unidist.keras.patching.patches import calling
 from unidist.keras.tensorflow import worlds
 
 U = dtensor.UNSHARDED
@@ -196,24 +197,20 @@ def rows_by_id(gradient: tf.IndexedSlices, variable: SpreadVariable) -> tf.Index
     return tf.IndexedSlices(rows, ids, tf.constant(variable.shape.as_list(), ids.dtype))
 
 
-def beside_rows(original: Any) -> Any:
+@calling
+def beside_rows(original: Any, x1: Any, x2: Any) -> Any:
     """Wraps Keras's product or division, so that a dense value beside rows by their ids is gathered.
 
     It takes rows of that by the ids, and the division looks for zeros in it: of shards DTensor cannot.
     """
-
-    @functools.wraps(original)
-    def of_both(x1: Any, x2: Any) -> Any:
-        mesh = computing.get()
-        given = [x for x in (x1, x2) if isinstance(x, tf.IndexedSlices)]
-        if mesh is None or len(given) != 1:
-            return original(x1, x2)
-        found = original(*(x if x is given[0] else _whole_here(x, mesh) for x in (x1, x2)))
-        # A division leaves the number of rows open, and DTensor cannot cut what it does not know.
-        rows, ids = _whole_here(found.values, mesh), _whole_here(found.indices, mesh)
-        return tf.IndexedSlices(rows, ids, given[0].dense_shape)
-
-    return of_both
+    mesh = computing.get()
+    given = [x for x in (x1, x2) if isinstance(x, tf.IndexedSlices)]
+    if mesh is None or len(given) != 1:
+        return original(x1, x2)
+    found = original(*(x if x is given[0] else _whole_here(x, mesh) for x in (x1, x2)))
+    # A division leaves the number of rows open, and DTensor cannot cut what it does not know.
+    rows, ids = _whole_here(found.values, mesh), _whole_here(found.indices, mesh)
+    return tf.IndexedSlices(rows, ids, given[0].dense_shape)
 
 
 def _whole_here(x: Any, mesh: dtensor.Mesh) -> Any:
@@ -250,17 +247,13 @@ BETWEEN = (
 OPERATORS = ("__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__getitem__", "__eq__", "__ne__", *BETWEEN)
 
 
-def operating(original: Any) -> Any:
+@calling
+def operating(original: Any, variable: Any, *others: Any) -> Any:
     """An operator of a variable: outside of what computes on the mesh the variable is read on the host."""
-
-    @functools.wraps(original)
-    def operator(variable: Any, *others: Any) -> Any:
-        value = variable._value
-        if in_stateless_scope() or not isinstance(value, SpreadVariable) or not value.is_read_on_host():
-            return original(variable, *others)
-        return original(SimpleNamespace(value=variable._maybe_autocast(value.value())), *others)
-
-    return operator
+    value = variable._value
+    if in_stateless_scope() or not isinstance(value, SpreadVariable) or not value.is_read_on_host():
+        return original(variable, *others)
+    return original(SimpleNamespace(value=variable._maybe_autocast(value.value())), *others)
 
 
 def _beside_another(name: str) -> Any:
@@ -278,20 +271,16 @@ for _name in BETWEEN:
     setattr(SpreadVariable, _name, _beside_another(_name))
 
 
-def scattering(original: Any) -> Any:
+@calling
+def scattering(original: Any, indices: Any, values: Any, shape: Any) -> Any:
     """Wraps Keras's scatter, of whole values, with indices of 32 bits where they suffice.
 
     DTensor's own are such, and it refuses a mix.
     """
-
-    @functools.wraps(original)
-    def scatter(indices: Any, values: Any, shape: Any) -> Any:
-        mesh, known = computing.get(), tf.get_static_value(shape)
-        indices = tf.convert_to_tensor(indices)
-        if indices.dtype == tf.int64 and known is not None and max(known, default=0) < 2**31:
-            indices, shape = tf.cast(indices, tf.int32), [int(size) for size in known]
-        if mesh is None:
-            return original(indices, values, shape)
-        return _whole_here(original(_whole_here(indices, mesh), _whole_here(values, mesh), shape), mesh)
-
-    return scatter
+    mesh, known = computing.get(), tf.get_static_value(shape)
+    indices = tf.convert_to_tensor(indices)
+    if indices.dtype == tf.int64 and known is not None and max(known, default=0) < 2**31:
+        indices, shape = tf.cast(indices, tf.int32), [int(size) for size in known]
+    if mesh is None:
+        return original(indices, values, shape)
+    return _whole_here(original(_whole_here(indices, mesh), _whole_here(values, mesh), shape), mesh)

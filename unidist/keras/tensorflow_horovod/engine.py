@@ -25,6 +25,7 @@ from unidist.keras.feed.adapters import same
 from unidist.keras.layer_facts import is_container
 from unidist.keras.patching.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.patching.layer_calls import Call, Stage, around
+from unidist.keras.patching.patches import calling
 from unidist.keras.records import model_record
 from unidist.keras.records.layer_report import applied
 from unidist.keras.strategies.distribution import UnidistDistribution
@@ -217,19 +218,15 @@ def align_seeds() -> None:
         several.align_seeds()
 
 
-def adapting(original: Any) -> Any:
+@calling
+def adapting(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Keras's get_data_adapter: of data that all processes must see alike."""
-
-    @functools.wraps(original)
-    def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
-        adapter = original(*args, **kwargs)
-        several = processes() if current() is not None else None
-        if several is None:
-            return adapter
-        dataset = adapter.get_tf_dataset()
-        return same(adapter, lambda: dataset, several)
-
-    return get_data_adapter
+    adapter = original(*args, **kwargs)
+    several = processes() if current() is not None else None
+    if several is None:
+        return adapter
+    dataset = adapter.get_tf_dataset()
+    return same(adapter, lambda: dataset, several)
 
 
 def processes() -> Processes | None:

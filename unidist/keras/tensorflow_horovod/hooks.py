@@ -107,14 +107,10 @@ def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) ->
         yield engine.processes(), engine.peers
 
 
-def _of_all_ranks(original: Any) -> Any:
+@calling
+def _of_all_ranks(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     """An optimizer's apply that is given the gradients of the whole batch."""
-
-    @functools.wraps(original)
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        return _with_reduced(self, functools.partial(original, self), grads, trainable_variables)
-
-    return apply
+    return _with_reduced(self, functools.partial(original, self), grads, trainable_variables)
 
 
 def _with_reduced(optimizer: Any, call: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -165,25 +161,21 @@ def _gradient(original: Any, self: Any, target: Any, sources: Any, *args: Any, *
     return tf.nest.pack_sequence_as(sources, grads)
 
 
-def _until_the_end(original: Any) -> Any:
+@calling
+def _until_the_end(original: Any, self: Any, step_function: Any) -> Any:
     """Lets Keras's steps end with any iterator.
 
     With others than tf.data's own they would take one that has ended for a batch.
     """
+    steps = original(self, step_function)
 
-    @functools.wraps(original)
-    def _make_function(self: Any, step_function: Any) -> Any:
-        steps = original(self, step_function)
+    @functools.wraps(steps)
+    def function(iterator: Any) -> Any:
+        if engine.current() is None or isinstance(iterator, tf.data.Iterator):
+            return steps(iterator)
+        return steps(itertools.chain([next(iterator)], iterator))
 
-        @functools.wraps(steps)
-        def function(iterator: Any) -> Any:
-            if engine.current() is None or isinstance(iterator, tf.data.Iterator):
-                return steps(iterator)
-            return steps(itertools.chain([next(iterator)], iterator))
-
-        return function
-
-    return _make_function
+    return function
 
 
 def _moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
@@ -223,18 +215,14 @@ def _adding_losses(original: property) -> property:
     return property(losses, doc=original.__doc__)
 
 
-def _by_one_process(original: Any) -> Any:
+@calling
+def _by_one_process(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Every process holds the whole model: one writes, and all go on when the file is there.
 
     Raises:
         SavingFailedError: on the other processes, where process 0 could not write.
     """
-
-    @functools.wraps(original)
-    def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return writing(model, lambda: original(model, *args, **kwargs))
-
-    return save
+    return writing(model, lambda: original(model, *args, **kwargs))
 
 
 def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any] | None = None) -> Any:

@@ -7,35 +7,30 @@ stand behind each other. Of ids that all ranks look up alike each rank has a par
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from unidist.keras.patching.compat import backend, in_symbolic_scope
+from unidist.keras.patching.patches import calling
 from unidist.keras.tensorflow_horovod.engine import Engine, current, processes
 
 Tensor = Any  # tf.Tensor; TensorFlow has no types
 
 
-def looking_up(original: Callable[..., Any]) -> Callable[..., Any]:
+@calling
+def looking_up(original: Any, x: Any, indices: Any, axis: int | None = None) -> Any:
     """keras.ops.take, and so the layer Embedding."""
-
-    @functools.wraps(original)
-    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
-        found = original(x, indices, axis)
-        here = current()
-        if here is None or here.is_trying or in_symbolic_scope() or not _has_gradient(found, x, axis):
-            return found
-        if not here.in_call:
-            # Outside of the model's call all ranks compute the same. There, a gradient of something else than a weight
-            # may be looked at.
-            return here.traced.once(found, is_part=False) if isinstance(x, backend.Variable | tf.Variable) else found
-        alike = here.sees_all or not of_own_rows(here, tf.convert_to_tensor(indices))
-        return here.traced.once(found, is_part=True) if alike else found
-
-    return take
+    found = original(x, indices, axis)
+    here = current()
+    if here is None or here.is_trying or in_symbolic_scope() or not _has_gradient(found, x, axis):
+        return found
+    if not here.in_call:
+        # Outside of the model's call all ranks compute the same. There, a gradient of something else than a weight
+        # may be looked at.
+        return here.traced.once(found, is_part=False) if isinstance(x, backend.Variable | tf.Variable) else found
+    alike = here.sees_all or not of_own_rows(here, tf.convert_to_tensor(indices))
+    return here.traced.once(found, is_part=True) if alike else found
 
 
 def _has_gradient(found: Any, table: Any, axis: int | None) -> bool:

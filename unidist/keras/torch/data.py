@@ -19,7 +19,7 @@ from unidist.keras.feed.batch_digest import Views
 from unidist.keras.feed.lockstep import symbol_of
 from unidist.keras.feed.row_sampler import Narrowed, tells_rows
 from unidist.keras.patching.compat import TorchEpochIterator, TorchTrainer, get_device, tree
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import context, devices
 from unidist.keras.torch.context import Rows
 from unidist.keras.torch.cutting import (
@@ -192,41 +192,31 @@ def hooks() -> tuple[Hook, ...]:
     )
 
 
-def _reading(original: Any) -> Any:
-    @functools.wraps(original)
-    def _get_iterator(self: Any) -> Any:
-        source = original(self)
-        engine = context.engine_at_work.get()
-        if engine is None or engine.world.is_virtual:
-            return source
-        already_local = not engine.distribution.strategy.auto_shard_dataset
-        if already_local:
-            _agree_on_length(engine.world, self.steps_per_epoch or self._num_batches or 0)
-        self._unidist_reader = EpochReader(source, engine.world, already_local, self.data_adapter, engine.cutting)
-        return self._unidist_reader
-
-    return _get_iterator
+@calling
+def _reading(original: Any, self: Any) -> Any:
+    source = original(self)
+    engine = context.engine_at_work.get()
+    if engine is None or engine.world.is_virtual:
+        return source
+    already_local = not engine.distribution.strategy.auto_shard_dataset
+    if already_local:
+        _agree_on_length(engine.world, self.steps_per_epoch or self._num_batches or 0)
+    self._unidist_reader = EpochReader(source, engine.world, already_local, self.data_adapter, engine.cutting)
+    return self._unidist_reader
 
 
-def _stepping(original: Any) -> Any:
-    @functools.wraps(original)
-    def __next__(self: Any) -> Any:  # noqa: N807 (Python's name)
-        begin, end, batches = original(self)
-        reader = getattr(self, "_unidist_reader", None)
-        return begin, end, batches if reader is None else reader.of_execution(batches)
-
-    return __next__
+@calling
+def _stepping(original: Any, self: Any) -> Any:
+    begin, end, batches = original(self)
+    reader = getattr(self, "_unidist_reader", None)
+    return begin, end, batches if reader is None else reader.of_execution(batches)
 
 
-def _building(original: Any) -> Any:
+@calling
+def _building(original: Any, self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
     """Gives what Keras traces losses and metrics with as many rows as all ranks have together."""
-
-    @functools.wraps(original)
-    def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        steps = None if iterator is None else ((*ends, _as_whole(batches)) for *ends, batches in iterator)
-        return original(self, steps, data_batch)
-
-    return _symbolic_build
+    steps = None if iterator is None else ((*ends, _as_whole(batches)) for *ends, batches in iterator)
+    return original(self, steps, data_batch)
 
 
 def _as_whole(batches: Any) -> Any:

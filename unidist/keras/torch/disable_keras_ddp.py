@@ -7,12 +7,11 @@ Keras 3.15, which has none of these places.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from unidist.keras.patching.compat import TorchEpochIterator, TorchTrainer, Trainer, backend, torch_trainer, tree
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import context
 from unidist.keras.torch.step.eagerly import is_compiled
 
@@ -40,23 +39,19 @@ def _as_compiled(original: Any) -> Callable[[Any], bool]:
     return lambda self: bool(self.jit_compile and not self.run_eagerly)
 
 
-def _by_backward(original: Any) -> Callable[[Any, Any], Any]:
+@calling
+def _by_backward(original: Any, self: Any, data: Any) -> Any:
     """Makes the step of a compiled model call `backward`, so that gradients are summed over the ranks.
 
     With jit_compile=True Keras's would call torch.autograd.grad, unless it runs eagerly.
     """
-
-    @functools.wraps(original)
-    def train_step(self: Any, data: Any) -> Any:
-        if context.frame() is None or self.run_eagerly or not is_compiled(self):
-            return original(self, data)
-        self.run_eagerly = True
-        try:
-            return original(self, data)
-        finally:
-            self.run_eagerly = False
-
-    return train_step
+    if context.frame() is None or self.run_eagerly or not is_compiled(self):
+        return original(self, data)
+    self.run_eagerly = True
+    try:
+        return original(self, data)
+    finally:
+        self.run_eagerly = False
 
 
 def _of_any_backend(original: Any) -> Callable[[Any], Any]:

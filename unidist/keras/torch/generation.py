@@ -50,15 +50,12 @@ def _slice_update(original: Any, inputs: Any, start_indices: Any, updates: Any) 
     return original(inputs, start_indices, updates)
 
 
-def _compiling(original: Any) -> Any:
-    @functools.wraps(original)
-    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if hasattr(self, "make_generate_function"):
-            _adopt(self)
-        return result
-
-    return compile
+@calling
+def _compiling(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if hasattr(self, "make_generate_function"):
+        _adopt(self)
+    return result
 
 
 def _adopt(model: Any) -> None:

@@ -17,7 +17,7 @@ from unidist.keras.layer_facts import overrides
 from unidist.keras.patching.compat import Callback, CallbackList, TorchLayer, TorchTrainer, tree
 from unidist.keras.patching.compat import backend as keras_backend
 from unidist.keras.patching.compat import distribution_lib as keras_distribution_lib
-from unidist.keras.patching.patches import Hook, Table, by
+from unidist.keras.patching.patches import Hook, Table, by, calling
 from unidist.keras.single_writer import silence
 from unidist.keras.torch import context, data, devices, disable_keras_ddp, distribution_lib, engine, generation, saving
 from unidist.keras.torch.params import initializing, placing, state_dicts, torch_optimizers
@@ -189,19 +189,15 @@ def _of_one_step(model: Any) -> Iterator[None]:
         model.steps_per_execution = count
 
 
-def _watching(original: Any) -> Any:
+@calling
+def _watching(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares a placed model that is called with gradients, outside of Keras's trainer.
 
     So its gradients are averaged from the first backward on.
     """
-
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if context.frame() is None and torch.is_grad_enabled():
-            engine.prepare_for_loop(self, (args, kwargs))
-        return original(self, *args, **kwargs)
-
-    return __call__
+    if context.frame() is None and torch.is_grad_enabled():
+        engine.prepare_for_loop(self, (args, kwargs))
+    return original(self, *args, **kwargs)
 
 
 def _of_layers() -> Iterator[Hook]:
@@ -221,44 +217,37 @@ def _post_track_variable(self: Any, variable: Any) -> None:
         self.torch_params.add(variable)
 
 
-def _naming(original: Any) -> Any:
+@calling
+def _naming(original: Any, self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
     """Gives parameters, in a step of the user's own, the values and gradients of the rank at work.
 
     They are whole where these are cut. In the simulator parameters are its program's, so ranks have values everywhere.
     """
-
-    @functools.wraps(original)
-    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        found, frame = original(self, *args, **kwargs), context.frame()
-        variables = [v for v in self.variables if placing.is_placed(v)]
-        if not (frame is not None and frame.own_step) and not _are_of_a_program(variables):
-            return found  # type: ignore[no-any-return]
-        placed = {id(v._storage.parameter()): v for v in variables}
-        return ((name, placed[id(one)].value if id(one) in placed else one) for name, one in found)
-
-    return named_parameters
+    found, frame = original(self, *args, **kwargs), context.frame()
+    variables = [v for v in self.variables if placing.is_placed(v)]
+    if not (frame is not None and frame.own_step) and not _are_of_a_program(variables):
+        return found  # type: ignore[no-any-return]
+    placed = {id(v._storage.parameter()): v for v in variables}
+    return ((name, placed[id(one)].value if id(one) in placed else one) for name, one in found)
 
 
 def _are_of_a_program(variables: list[Any]) -> bool:
     return any(v._storage.world.runs_several for v in variables)
 
 
-def _zeroing(original: Any) -> Any:
-    @functools.wraps(original)
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        frame = context.frame()
-        if frame is None:
-            original(self, set_to_none)
-            # In a loop of the user's own reduced gradients may be elsewhere than where backward has put them.
-            for storage in [v._storage for v in self.trainable_variables if placing.is_placed(v)]:
-                for rank in storage.states:
-                    storage.forget_gradients(rank)
-            return
-        for variable in self.trainable_variables:
-            if placing.is_placed(variable):
-                if not frame.keeps_gradients:
-                    variable._storage.forget_gradients(frame.rank)
-            elif variable.value.grad is not None:
-                variable.value.grad = None
-
-    return zero_grad
+@calling
+def _zeroing(original: Any, self: Any, set_to_none: bool = True) -> None:
+    frame = context.frame()
+    if frame is None:
+        original(self, set_to_none)
+        # In a loop of the user's own reduced gradients may be elsewhere than where backward has put them.
+        for storage in [v._storage for v in self.trainable_variables if placing.is_placed(v)]:
+            for rank in storage.states:
+                storage.forget_gradients(rank)
+        return
+    for variable in self.trainable_variables:
+        if placing.is_placed(variable):
+            if not frame.keeps_gradients:
+                variable._storage.forget_gradients(frame.rank)
+        elif variable.value.grad is not None:
+            variable.value.grad = None

@@ -5,8 +5,7 @@ In a loop of the user's own it averages them, as gradients of loss.backward() ar
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from unidist.algebra import Sharding
 from unidist.backends.torch.sharded import ShardedTensor
 from unidist.errors import CapabilityError
 from unidist.keras.needs import own_code
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.stateful_layers import refuse_in_a_loop
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.context import Frame
@@ -32,55 +31,48 @@ def hooks() -> Iterator[Hook]:
     yield Hook(torch.autograd, "grad", _summed, why, imported=True, needed=own_code)
 
 
-def _rooted(original: Any) -> Callable[..., Any]:
+@calling
+def _rooted(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """A loss that all ranks have, without a row in it, begins on each with its share."""
-
-    @functools.wraps(original)
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        frame = context.frame()
-        if frame is None or frame.is_making_gradients:
-            original(tensors, grad_tensors, *args, **kwargs)
-            return
-        if frame.carried is not None:
-            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            tensors = [carrying.rooted(frame, root) for root in roots]
-        with frame.making_gradients():
-            original(tensors, grad_tensors, *args, **kwargs)
-
-    return backward
+    frame = context.frame()
+    if frame is None or frame.is_making_gradients:
+        original(tensors, grad_tensors, *args, **kwargs)
+        return
+    if frame.carried is not None:
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        tensors = [carrying.rooted(frame, root) for root in roots]
+    with frame.making_gradients():
+        original(tensors, grad_tensors, *args, **kwargs)
 
 
-def _summed(original: Any) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        # torch's own transforms have whole tensors, and differentiate them by this function.
-        is_within = torch._C._are_functorch_transforms_active()
-        is_making = frame is not None and frame.is_making_gradients
-        if is_making or is_within:
-            return original(outputs, inputs, *args, **kwargs)
-        given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        of = _storages(frame, given)
-        if not any(of) and (frame is None or frame.carried is None):
-            return original(outputs, inputs, *args, **kwargs)
-        options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
-        if frame is None:
-            if any(s.summed_axes for s in of if s is not None):
-                _check_options(options)
-            for path in (s.path for s in of if s is not None and s.is_overwritten):
-                refuse_in_a_loop(path)
-            leaves = [x.kept.parameter() if isinstance(x, seen.Value) else x for x in given]
-            found = original(outputs, leaves, **options)
-            return tuple(g if s is None else _averaged(g, s, x) for g, s, x in zip(found, of, given, strict=True))
-        roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        if frame.carried is not None:
-            roots = [carrying.rooted(frame, root) for root in roots]
-        leaves = [x if storage is None else storage.leaf(frame.rank) for x, storage in zip(given, of, strict=True)]
-        with frame.making_gradients():
-            found = original(roots, leaves, **options)
-        return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
-
-    return grad
+@calling
+def _summed(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    frame = context.frame()
+    # torch's own transforms have whole tensors, and differentiate them by this function.
+    is_within = torch._C._are_functorch_transforms_active()
+    is_making = frame is not None and frame.is_making_gradients
+    if is_making or is_within:
+        return original(outputs, inputs, *args, **kwargs)
+    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    of = _storages(frame, given)
+    if not any(of) and (frame is None or frame.carried is None):
+        return original(outputs, inputs, *args, **kwargs)
+    options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+    if frame is None:
+        if any(s.summed_axes for s in of if s is not None):
+            _check_options(options)
+        for path in (s.path for s in of if s is not None and s.is_overwritten):
+            refuse_in_a_loop(path)
+        leaves = [x.kept.parameter() if isinstance(x, seen.Value) else x for x in given]
+        found = original(outputs, leaves, **options)
+        return tuple(g if s is None else _averaged(g, s, x) for g, s, x in zip(found, of, given, strict=True))
+    roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    if frame.carried is not None:
+        roots = [carrying.rooted(frame, root) for root in roots]
+    leaves = [x if storage is None else storage.leaf(frame.rank) for x, storage in zip(given, of, strict=True)]
+    with frame.making_gradients():
+        found = original(roots, leaves, **options)
+    return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
 
 
 def _storages(frame: Frame | None, tensors: list[Any]) -> list[Storage | None]:

@@ -19,7 +19,7 @@ from unidist.backends.torch.sharded.nested import PLAIN, space_of
 from unidist.errors import CapabilityError
 from unidist.keras.needs import own_code
 from unidist.keras.patching.compat import CustomGradientFunction, torch_core
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.params import saved, seen
 from unidist.keras.torch.structures import mapped
@@ -74,27 +74,23 @@ def _has_gradient(x: Any) -> bool:
     return type(x) in PLAIN and x.requires_grad and torch.is_grad_enabled()
 
 
-def _by_ours(original: Any) -> Callable[..., None]:
+@calling
+def _by_ours(original: Any, self: Any, *args: Any) -> None:
     """Checks each context that `apply` makes.
 
     Somebody may have kept an `apply` from before its replacement was there.
     """
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any) -> None:  # noqa: N807 (torch's name)
-        original(self, *args)
-        is_ours, _applying.is_ours = _applying.is_ours, False
-        frame = context.frame()
-        if is_ours or frame is None:
-            return
-        if frame.carried is not None or frame.shared is not None:
-            raise CapabilityError(
-                "the `apply` of a torch.autograd.Function was kept from before unidist and Keras were there, so it "
-                "finds no gradient of tensors that devices hold in parts. Say lambda x: MyFunction.apply(x) there, and "
-                "not MyFunction.apply"
-            )
-
-    return __init__
+    original(self, *args)
+    is_ours, _applying.is_ours = _applying.is_ours, False
+    frame = context.frame()
+    if is_ours or frame is None:
+        return
+    if frame.carried is not None or frame.shared is not None:
+        raise CapabilityError(
+            "the `apply` of a torch.autograd.Function was kept from before unidist and Keras were there, so it "
+            "finds no gradient of tensors that devices hold in parts. Say lambda x: MyFunction.apply(x) there, and "
+            "not MyFunction.apply"
+        )
 
 
 class _Marked:

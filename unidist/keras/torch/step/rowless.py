@@ -14,7 +14,7 @@ import torch
 
 from unidist.keras import needs
 from unidist.keras.patching.compat import torch_image, torch_numpy
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import context
 
 
@@ -28,30 +28,22 @@ def hooks() -> Iterator[Hook]:
         yield Hook(torch_image, name, _of_no_images, why, needed=needs.of_images)
 
 
-def _of_no_images(original: Any) -> Callable[..., Any]:
+@calling
+def _of_no_images(original: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
     """Keras stacks what it makes of each image: of one that is made up, none is kept."""
-
-    @functools.wraps(original)
-    def transform(images: Any, *args: Any, **kwargs: Any) -> Any:
-        if context.frame() is None or not _is_empty(images) or images.ndim != 4 or images.shape[0]:
-            return original(images, *args, **kwargs)
-        one = [x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for x in (images, *args)]
-        named = {key: x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for key, x in kwargs.items()}
-        return original(*one, **named)[:0]
-
-    return transform
+    if context.frame() is None or not _is_empty(images) or images.ndim != 4 or images.shape[0]:
+        return original(images, *args, **kwargs)
+    one = [x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for x in (images, *args)]
+    named = {key: x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for key, x in kwargs.items()}
+    return original(*one, **named)[:0]
 
 
-def _of_no_sequences(original: Any) -> Callable[..., Any]:
+@calling
+def _of_no_sequences(original: Any, log_probs: Any, *args: Any, **kwargs: Any) -> Any:
     """torch refuses the losses of no sequences: they are none, and stay in the graph."""
-
-    @functools.wraps(original)
-    def ctc_loss(log_probs: Any, *args: Any, **kwargs: Any) -> Any:
-        if context.frame() is None or not _is_empty(log_probs) or log_probs.ndim != 3 or log_probs.shape[1]:
-            return original(log_probs, *args, **kwargs)
-        return log_probs.sum((0, 2))
-
-    return ctc_loss
+    if context.frame() is None or not _is_empty(log_probs) or log_probs.ndim != 3 or log_probs.shape[1]:
+        return original(log_probs, *args, **kwargs)
+    return log_probs.sum((0, 2))
 
 
 def _of_no_rows(reduce: Callable[..., torch.Tensor], original: Any) -> Callable[..., Any]:
@@ -69,19 +61,15 @@ def _of_no_rows(reduce: Callable[..., torch.Tensor], original: Any) -> Callable[
     return extreme
 
 
-def _reshaping(original: Any) -> Callable[..., Any]:
+@calling
+def _reshaping(original: Any, x: Any, newshape: Any) -> Any:
     """Gives no rows of so many entries another shape: torch finds no size for what is left open."""
-
-    @functools.wraps(original)
-    def reshape(x: Any, newshape: Any) -> Any:
-        sizes = list(newshape) if isinstance(newshape, (list, tuple)) else [newshape]
-        if context.frame() is not None and _is_empty(x) and not x.shape[0] and sizes[0] == 0 and sizes.count(-1) == 1:
-            each = math.prod(x.shape[1:])
-            known = math.prod(n for n in sizes[1:] if n != -1)
-            newshape = [each // known if n == -1 and known else n for n in sizes]
-        return original(x, newshape)
-
-    return reshape
+    sizes = list(newshape) if isinstance(newshape, (list, tuple)) else [newshape]
+    if context.frame() is not None and _is_empty(x) and not x.shape[0] and sizes[0] == 0 and sizes.count(-1) == 1:
+        each = math.prod(x.shape[1:])
+        known = math.prod(n for n in sizes[1:] if n != -1)
+        newshape = [each // known if n == -1 and known else n for n in sizes]
+    return original(x, newshape)
 
 
 def _is_empty(x: Any) -> bool:
