@@ -61,8 +61,8 @@ class Driver(Protocol):
             MeshError, CapabilityError: the driver cannot train by the strategy.
         """
 
-    def align_seeds(self) -> None:
-        """Lets all processes draw rank 0's implicit seeds, at the start of a strategy's scope. A collective."""
+    def world(self) -> Processes | None:
+        """Gives the processes of the world, where there are several."""
 
     # models
 
@@ -157,5 +157,5 @@ def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
 
 def align_seeds() -> None:
     """Lets all processes draw the same implicit seeds from here on: rank 0's."""
-    if (found := current()) is not None:
-        found.align_seeds()
+    if (found := current()) is not None and (several := found.world()) is not None:
+        several.align_seeds()

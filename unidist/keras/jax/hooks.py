@@ -5,13 +5,10 @@ Made for Keras 3.15 and 3.16; tests/keras/jax checks each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 
-from unidist.backends import registry
-from unidist.backends.jax.virtual import prepare_devices
 from unidist.keras import saving as keras_saving
 from unidist.keras import trainer_entry
 from unidist.keras.jax import (
@@ -40,18 +37,6 @@ from unidist.keras.patching.compat import (
 from unidist.keras.patching.compat import jax_distribution_lib as keras_distribution_lib
 from unidist.keras.patching.compat import jax_trainer as keras_trainer
 from unidist.keras.patching.patches import Hook, Table, by, calling
-from unidist.planner.layout_map import LayoutMap
-from unidist.strategies import Strategy
-
-
-def prepare() -> None:
-    """Makes JAX's virtual CPU devices the simulator's ranks; they are counted each time it is chosen.
-
-    Raises:
-        BackendMismatchError: JAX runs with fewer devices already.
-    """
-    if registry.in_use().virtual:
-        prepare_devices(len(registry.current().list_devices()))
 
 
 def table() -> Table:
@@ -64,25 +49,6 @@ def table() -> Table:
             *keras_saving.hooks_of_loading(saving.loading),
         )
     )
-
-
-def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """There is no strategy that cannot be trained."""
-
-
-def leave() -> None:
-    """Arrays and their layouts stay JAX's: a model of one process can be trained by Keras alone."""
-
-
-def align_seeds() -> None:
-    """All processes go on with process 0's random state. A collective of the world."""
-    if (several := processes.processes()) is not None:
-        several.align_seeds()
-
-
-def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
-    """One process writes for all: see `saving.by_first`. The others need not read along."""
-    return keras_saving.by_first(model, processes.processes(), saving.gathered, write)
 
 
 def _of_variables() -> Iterator[Hook]:

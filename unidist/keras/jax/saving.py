@@ -18,7 +18,7 @@ from unidist.keras import active_distribution
 from unidist.keras.checkpoint.held import Held, OnMesh, Read, Whole, words
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.jax import layouts, placing, processes
-from unidist.keras.records import model_record, variable_record
+from unidist.keras.records import variable_record
 from unidist.keras.saving import agree_on_room
 from unidist.keras.strategies.distribution import adopt
 
@@ -52,14 +52,6 @@ def gathered(model: Any) -> Iterator[None]:
     finally:
         for variable, value, _ in held:
             variable._value = value
-
-
-def ready(model: Any) -> None:
-    """Places a built model, its optimizer and its metrics, if it is distributed."""
-    distribution = placing.distribution_of(model)
-    if distribution is not None:
-        model_record.adjust(model, distribution)
-        placing.place_model(model, distribution)
 
 
 def processes_of(model: Any) -> Processes | None:

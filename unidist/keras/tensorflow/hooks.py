@@ -5,14 +5,11 @@ Made for Keras 3.15 and 3.16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import keras
 from tensorflow.python.ops import array_ops, gen_math_ops
 
-from unidist.backends import registry
-from unidist.errors import MeshError
 from unidist.keras import distribution_lib, trainer_entry
 from unidist.keras import saving as keras_saving
 from unidist.keras.patching.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
@@ -20,19 +17,7 @@ from unidist.keras.patching.compat import tensorflow_core as keras_core
 from unidist.keras.patching.compat import tensorflow_distribution_lib as keras_distribution_lib
 from unidist.keras.patching.compat import tensorflow_numpy as keras_numpy
 from unidist.keras.patching.patches import Hook, Table, by
-from unidist.keras.tensorflow import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
-from unidist.planner.layout_map import LayoutMap
-from unidist.strategies import Strategy
-
-
-def prepare() -> None:
-    """Makes TensorFlow's virtual CPU devices the simulator's ranks, counted each time it is chosen.
-
-    Raises:
-        BackendMismatchError: TensorFlow runs with other devices already.
-    """
-    if registry.in_use().virtual:
-        worlds.backend()
+from unidist.keras.tensorflow import parts, pinning, placing, recurrent, saving, slicing, trainer, values
 
 
 def table() -> Table:
@@ -50,30 +35,6 @@ def table() -> Table:
             *keras_saving.hooks_of_loading(saving.holding),
         )
     )
-
-
-def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Raises MeshError for a mesh that leaves processes out, which all of them see alike."""
-    if worlds.several() and (outside := worlds.backend().without_rank(strategy.mesh)):
-        raise MeshError(
-            f"{strategy.mesh} has no rank of process {outside[0]}: with Keras on TensorFlow every process of the world "
-            "takes part in training; name devices of each, or start fewer processes"
-        )
-
-
-def leave() -> None:
-    """Variables stay DTensor's, which TensorFlow refuses to read outside of a mesh."""
-
-
-def align_seeds() -> None:
-    """All processes go on with process 0's random state. A collective of the world."""
-    worlds.align_seeds()
-
-
-def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
-    """One process writes for all: see `saving.by_first`. The others need not read along."""
-    several = worlds.processes() if model is None else saving.holding(model)
-    return keras_saving.by_first(model, several, saving.gathered, write)
 
 
 def _of_distribution() -> Iterator[Hook]:

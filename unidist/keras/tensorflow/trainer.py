@@ -33,11 +33,12 @@ _NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTenso
 @contextlib.contextmanager
 def entering(distribution: UnidistDistribution, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
     """Works under the model's distribution. What is to be placed is placed where a step is made."""
-    if name == "fit":
-        worlds.align_seeds()
+    several = worlds.processes()
+    if name == "fit" and several is not None:
+        several.align_seeds()
     with active_distribution.active(None), worlds.telling(name), parts.reading(distribution):
         model_record.of(given.arguments["self"]).told = distribution
-        yield worlds.processes(), worlds.peers
+        yield several, worlds.peers
 
 
 @calling

@@ -137,12 +137,6 @@ def of_all(number: int, purpose: str) -> tuple[int, ...]:
         return tuple(int(found) for found in arrays_of_all(np.array(number, np.int32)))
 
 
-def align_seeds() -> None:
-    """All processes go on with process 0's random state. A collective of the world."""
-    if (found := processes()) is not None:
-        found.align_seeds()
-
-
 def processes() -> Processes | None:
     """Returns the processes of the world, if there are several."""
     here = backend()

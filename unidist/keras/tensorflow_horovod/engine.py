@@ -76,7 +76,8 @@ class Engine:
         """Keras's trainer is at work on this engine's model."""
         token = _current.set(self)
         try:
-            align_seeds()
+            if (several := processes()) is not None:
+                several.align_seeds()
             self.prepare()
             self.traced.failure = None
             yield
@@ -210,12 +211,6 @@ def engine_of(model: Any) -> Engine | None:
     """The engine of a model: the one it has, or one by the distribution that it has or that is active."""
     found: Engine | None = model_record.engine_of(model, Engine)
     return found
-
-
-def align_seeds() -> None:
-    """Sets rank 0's random states of Python, NumPy and TensorFlow everywhere, so that shuffles agree."""
-    if (several := processes()) is not None:
-        several.align_seeds()
 
 
 @calling

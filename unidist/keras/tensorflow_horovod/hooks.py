@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from unidist.errors import CapabilityError
 from unidist.keras import atomic_files, numbers, own_apply, stateful_layers, trainer_entry
 from unidist.keras import saving as keras_saving
 from unidist.keras.consistency.processes import Processes
@@ -33,40 +32,14 @@ from unidist.keras.patching.patches import Hook, Table, calling
 from unidist.keras.records import model_record
 from unidist.keras.strategies import distribution as distributions
 from unidist.keras.tensorflow_horovod import engine, lookups
-from unidist.keras.tensorflow_horovod.engine import align_seeds as align_seeds
-from unidist.planner.layout_map import LayoutMap
-from unidist.strategies import Strategy
-from unidist.strategies.zero import STAGES
 
 # On a gradient: it is the mean over the ranks.
 _REDUCED = "_unidist_reduced"
 
 
-def prepare() -> None:
-    """There is nothing to do before the hooks."""
-
-
 def table() -> Table:
     """Outside of a session of a distributed model all is as before."""
     return Table((*_of_training(), *_of_files()))
-
-
-def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Raises CapabilityError where it cuts variables, or their state: every process holds all."""
-    if layout_map is not None or strategy.data_shards != strategy.mesh.size:
-        raise CapabilityError(
-            "use('horovod') with Keras on TensorFlow is data parallel only, over all axes of the mesh: for "
-            "ModelParallel set KERAS_BACKEND=torch before Keras is imported, or use DataParallel"
-        )
-    if strategy.zero in STAGES[1:]:
-        raise CapabilityError(
-            f"zero={strategy.zero}: use('horovod') with Keras on TensorFlow keeps everything on every process; use "
-            "zero=0, or set KERAS_BACKEND=torch before Keras is imported"
-        )
-
-
-def leave() -> None:
-    """Each process holds whole models, which are its own from here on."""
 
 
 def _of_training() -> Iterator[Hook]:

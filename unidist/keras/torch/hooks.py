@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import torch
 
-from unidist import session
 from unidist.keras import trainer_entry
 from unidist.keras.layer_facts import overrides
 from unidist.keras.patching.compat import Callback, CallbackList, TorchLayer, TorchTrainer, tree
@@ -19,8 +18,8 @@ from unidist.keras.patching.compat import backend as keras_backend
 from unidist.keras.patching.compat import distribution_lib as keras_distribution_lib
 from unidist.keras.patching.patches import Hook, Table, by, calling
 from unidist.keras.single_writer import silence
-from unidist.keras.torch import context, data, devices, disable_keras_ddp, distribution_lib, engine, generation, saving
-from unidist.keras.torch.params import initializing, placing, state_dicts, torch_optimizers
+from unidist.keras.torch import context, data, disable_keras_ddp, distribution_lib, engine, generation, saving
+from unidist.keras.torch.params import initializing, placing, state_dicts
 from unidist.keras.torch.saving import writing as writing
 from unidist.keras.torch.step import (
     clipping,
@@ -34,21 +33,12 @@ from unidist.keras.torch.step import (
     statistics,
     whole_step,
 )
-from unidist.keras.torch.world import leave_worlds, rank_world
-from unidist.planner.layout_map import LayoutMap
-from unidist.strategies import Strategy
 
 _MAKERS = (
     ("make_train_function", "train_function", "train"),
     ("make_test_function", "test_function", "test"),
     ("make_predict_function", "predict_function", "predict"),
 )
-
-
-def prepare() -> None:
-    """Keras computes on the device of the adapter in use. (Asked again when a world is joined.)"""
-    devices.settle()
-    torch_optimizers.watch()
 
 
 def table() -> Table:
@@ -81,30 +71,6 @@ def table() -> Table:
             Hook(keras.Model, "__call__", _watching, "gradients of loops of one's own are averaged"),
         )
     )
-
-
-def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Refuses nothing: there is no strategy that cannot be trained.
-
-    Keras computes where the adapter does: its world may be one that the program made after `use`.
-    """
-    devices.settle()
-
-
-def leave() -> None:
-    """Models that are distributed raise from here on, where they would train alone."""
-    leave_worlds()
-    devices.put_back()
-    torch_optimizers.leave()
-
-
-def align_seeds() -> None:
-    """All processes go on with rank 0's random state, so that implicit seeds agree."""
-    from unidist.algebra import Mesh
-
-    adapter = session.backend()
-    if adapter.process_count() > 1:
-        data.share_random_state(rank_world(Mesh({"world": adapter.process_count()}), ()))
 
 
 def _of_distribution() -> Iterator[Hook]:
