@@ -39,7 +39,7 @@ from unidist.checkpoint.reading import Reader  # noqa: E402
 from unidist.keras.checkpoint import api as checkpoints  # noqa: E402
 from unidist.keras.checkpoint.copies import Copies  # noqa: E402
 from unidist.keras.checkpoint.states import State  # noqa: E402
-from unidist.launch.memory import Memory  # noqa: E402
+from unidist.launch.run import Memory  # noqa: E402
 
 MIB = 1 << 20
 LAYERS = 8

@@ -17,10 +17,10 @@ import numpy as np
 from unidist import session
 from unidist.algebra import Mesh
 from unidist.algebra.mesh import parse_mesh
-from unidist.backends import extras, registry
+from unidist.backends import installed, registry
 from unidist.backends.protocol import Array, DistributionBackend, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
-from unidist.keras.api.variable_rows import Row
+from unidist.keras.driver import Row
 from unidist.ledger import Ledger, ledger
 from unidist.planner.layout_map import LayoutMap
 from unidist.tables import titled
@@ -158,7 +158,7 @@ def _digits() -> Digits:
     except ImportError as error:
         raise BackendNotAvailableError(
             f"the demo trains on scikit-learn's handwritten digits, and scikit-learn is not installed ({error}): "
-            f"{extras.install('demo')}"
+            f"{installed.install('demo')}"
         ) from error
     images, classes = datasets.load_digits(return_X_y=True)
     x = (images.reshape(-1, 8, 8, 1) / 16.0).astype("float32")

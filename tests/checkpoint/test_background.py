@@ -17,9 +17,9 @@ import pytest
 from tests.checkpoint.samples import contents, prepare, tensors, writer
 from tests.launch.runs import alive
 from unidist.checkpoint import writing
-from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.background import Background
 from unidist.checkpoint.reading import Reader
+from unidist.checkpoint.remote import directory_of
 from unidist.checkpoint.tensors import Tensor, files_of
 from unidist.errors import CheckpointError
 

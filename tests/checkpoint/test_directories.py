@@ -11,8 +11,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.directory import Directory
+from unidist.checkpoint.remote import directory_of
 from unidist.checkpoint.tensors import Tensor, files_of
 from unidist.checkpoint.writing import part_of
 from unidist.errors import CheckpointError

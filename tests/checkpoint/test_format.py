@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.samples import IN_MEMORY, contents, region_of, tensors, write
 from unidist.checkpoint import disk
-from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.regions import BATCH, Region, batches, whole
+from unidist.checkpoint.remote import directory_of
 from unidist.checkpoint.tensors import DTYPES, Tensor, file_of, files_of, stamp_of
 from unidist.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from unidist.backends.environment import EACH, MEMORY, NodeMemory
 from unidist.checkpoint.memory import BLOCK, Key, Part, Slot, contents_of, parts_in, pieces_of
 from unidist.checkpoint.tensors import Tensor, files_of
 from unidist.errors import CheckpointError
-from unidist.launch.memory import Memory
+from unidist.launch.run import Memory
 
 FILES = files_of([Tensor("a", "float32", (3, 5)), Tensor("b", "uint8", (7,), "state")])
 

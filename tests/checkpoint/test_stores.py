@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.checkpoint.samples import contents, region_of, tensors
-from unidist.backends import extras
+from unidist.backends import installed
 from unidist.checkpoint import command, stores
 from unidist.checkpoint.manifest import Manifest, Told
 from unidist.checkpoint.opened import Pieces
@@ -213,7 +213,7 @@ def test_what_cannot_be_asked_for(address: str, monkeypatch: pytest.MonkeyPatch)
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(CheckpointError, match=re.escape(extras.install("remote"))):
+    with pytest.raises(CheckpointError, match=re.escape(installed.install("remote"))):
         Reader(address)
 
 

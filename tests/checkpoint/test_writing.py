@@ -22,8 +22,8 @@ import pytest
 from tests.checkpoint.samples import IN_MEMORY, commit, contents, known, prepare, tensors, write, writer
 from tests.support.sampling import SEED, unless_all
 from unidist.checkpoint import manifest
-from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.reading import Reader
+from unidist.checkpoint.remote import directory_of
 from unidist.checkpoint.tensors import Tensor, files_of
 from unidist.checkpoint.writing import part_of
 from unidist.errors import CheckpointError
@@ -259,7 +259,7 @@ import os
 import sys
 from pathlib import Path
 from tests.checkpoint.samples import known, tensors, write
-from unidist.checkpoint.addresses import directory_of
+from unidist.checkpoint.remote import directory_of
 
 def work(first):
     of = tensors()

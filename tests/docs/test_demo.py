@@ -13,7 +13,7 @@ from tests.docs.documents import assert_demo
 from tests.support.hiding import HIDDEN, path_with
 from tests.support.sampling import unless_all
 from unidist import demo
-from unidist.backends import extras
+from unidist.backends import installed
 from unidist.errors import BackendNotAvailableError, MeshError
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_missed_bound_is_a_non_zero_exit_code_on_any_mesh() -> None:
 def test_without_scikit_learn_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(BackendNotAvailableError, match=re.escape(extras.install("demo"))):
+    with pytest.raises(BackendNotAvailableError, match=re.escape(installed.install("demo"))):
         demo.main([])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch import programs
 from tests.launch.runs import Done, finish, run, start, wait_until
-from unidist.checkpoint.addresses import directory_of
+from unidist.checkpoint.remote import directory_of
 from unidist.flight.form import LEFT
 
 pytestmark = pytest.mark.processes

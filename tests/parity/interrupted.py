@@ -17,11 +17,11 @@ import unidist
 from tests.parity.going_on import BATCH, EPOCHS, ROWS, Told
 from tests.parity.models import CASES
 from tests.parity.train import Spec, distributed
-from unidist.checkpoint.addresses import directory_of
+from unidist.checkpoint.remote import directory_of
 from unidist.flight.form import WORD
 from unidist.flight.recorder import recorder
 from unidist.keras.checkpoint import turns
-from unidist.keras.consistency import polls
+from unidist.keras.consistency import stopping
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(ROWS, 4)).astype("float32")
@@ -204,7 +204,7 @@ def run(
         with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.filterwarnings("ignore", "Your input ran out of data")
             if asked is not None:
-                patch.setattr(polls, "_MOST_BETWEEN", 0.0)
+                patch.setattr(stopping, "_MOST_BETWEEN", 0.0)
             try:
                 history = model.fit(**given, epochs=epochs, callbacks=callbacks, verbose=0)
                 told.history, told.epochs = history.history, history.epoch

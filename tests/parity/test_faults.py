@@ -16,7 +16,7 @@ from tests.parity.faults import is_of
 from tests.parity.train import Spec
 from tests.parity.worlds import MODEL_2, Alone, Worlds
 from tests.support.sampling import SEED, unless_all
-from unidist.checkpoint.addresses import directory_of
+from unidist.checkpoint.remote import directory_of
 
 pytestmark = pytest.mark.processes
 

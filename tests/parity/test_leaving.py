@@ -12,7 +12,7 @@ from tests.parity.test_going_on import assert_went_on, call
 from tests.parity.train import Spec
 from tests.parity.worlds import DATA_2, DATA_4, GRID, Alone, Worlds
 from tests.support.sampling import unless_all
-from unidist.checkpoint.addresses import directory_of
+from unidist.checkpoint.remote import directory_of
 
 pytestmark = pytest.mark.processes
 

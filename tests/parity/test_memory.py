@@ -15,7 +15,7 @@ from tests.parity.train import Spec
 from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_2, MODEL_4, SETTINGS, Worlds
 from unidist.backends.environment import MEMORY, NodeMemory
 from unidist.checkpoint.memory import parts_in
-from unidist.launch.memory import Memory
+from unidist.launch.run import Memory
 
 pytestmark = pytest.mark.processes
 _GRID_3 = replace(GRID, zero=3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.doctor_checks import is_said, of, resolved
-from unidist.doctor import launchers, network
+from unidist.doctor import network, world
 from unidist.launch import Request
 from unidist.launch.request import free_port
 
@@ -164,7 +164,7 @@ def test_a_meeting_place_that_cannot_be(lookup: network.Lookup, own: bool, found
     ],
 )
 def test_environments_without_a_contradiction(environ: dict[str, str]) -> None:
-    assert [check.status for check in launchers.check(environ)] == ["ok"]
+    assert [check.status for check in world.check(environ)] == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,6 @@ def test_environments_without_a_contradiction(environ: dict[str, str]) -> None:
     ],
 )
 def test_variables_that_contradict_each_other(environ: dict[str, str], found: str, advice: str) -> None:
-    checks = launchers.check(environ)
+    checks = world.check(environ)
     assert len(checks) == 1
     is_said(checks[0], "failed", found, advice)

@@ -367,6 +367,6 @@ def test_exit_handlers_can_tell_that_the_program_has_failed(end: str, failed: bo
 @pytest.mark.parametrize(("end", "code"), [("raise OSError", 1), ("raise SystemExit(41)", 41), ("0", 0)])
 def test_a_process_on_jax_keeps_its_exit_code(end: str, code: int, tmp_path: Path) -> None:
     """It ends at once where its program has failed, before JAX's own handlers."""
-    told = "from unidist.backends.jax.exit import at_exit; at_exit(lambda: False)"
+    told = "from unidist.backends.jax.joining import at_exit; at_exit(lambda: False)"
     (tmp_path / "way.py").write_text(f"{told}\n{end}\n")
     assert subprocess.run([sys.executable, program.__file__, "way.py"], cwd=tmp_path).returncode == code

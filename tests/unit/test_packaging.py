@@ -23,7 +23,7 @@ from packaging.version import Version
 
 import unidist
 from unidist import names
-from unidist.backends import extras, registry
+from unidist.backends import installed, registry
 from unidist.doctor import versions
 
 ROOT = Path(__file__).parents[2]
@@ -121,8 +121,8 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.Path) -> None:
     assert metadata["Name"] == "keras-unidist"
     assert metadata["Version"] == unidist.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
-    extras = {"torch", "jax", "tensorflow", "horovod", "remote", "demo", "dev"}
-    assert set(metadata.get_all("Provides-Extra", [])) == extras
+    installed = {"torch", "jax", "tensorflow", "horovod", "remote", "demo", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == installed
     assert "unidist = unidist.cli:main" in (info / "entry_points.txt").read_text()
     assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
     plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
@@ -147,13 +147,13 @@ def test_the_pinned_set_is_within_the_ranges(extra: str) -> None:
 
 def test_what_a_backend_requires_is_what_its_extra_installs() -> None:
     asked = {name: tuple(texts) for name, texts in PROJECT["optional-dependencies"].items()}
-    assert {**extras.EXTRAS, "dev": asked["dev"]} == asked
+    assert {**installed.EXTRAS, "dev": asked["dev"]} == asked
     for name in registry.names():
         entry = registry.entry(name)
         for module in entry.requires:
             assert module in {Requirement(text).name for text in asked[name]}
             if name != "horovod":  # source only: the hint says how it is built
-                assert entry.hint == extras.install(name)
+                assert entry.hint == installed.install(name)
 
 
 def test_nothing_advises_to_install_a_package_that_is_on_no_index() -> None:

@@ -1,4 +1,8 @@
-"""Versions of what is installed, from its metadata. Imports none of it."""
+"""Versions of what is installed, from its metadata. Imports none of it.
+
+Beside them is the command that installs an extra. It never names the package itself: that is on no index, where a
+stranger could take its name.
+"""
 
 from __future__ import annotations
 
@@ -36,3 +40,25 @@ def is_newer(version: str, tested: Sequence[str]) -> bool:
 
 def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+# As pyproject.toml has them, which a test compares; without its tools of development.
+_KERAS = "keras>=3.15,<3.17"
+EXTRAS = {
+    "torch": (_KERAS, "torch>=2.13"),
+    "jax": (_KERAS, "jax>=0.10"),
+    "tensorflow": (_KERAS, "tensorflow>=2.21"),
+    "horovod": (_KERAS, "horovod>=0.28.1"),
+    "remote": ("fsspec>=2024.6",),
+    "demo": ("scikit-learn>=1.5",),
+}
+
+
+def install(extra: str) -> str:
+    """The command that installs what an extra does.
+
+    Example:
+        >>> install("jax")
+        'pip install "keras>=3.15,<3.17" "jax>=0.10"'
+    """
+    return " ".join(("pip install", *(f'"{requirement}"' for requirement in EXTRAS[extra])))

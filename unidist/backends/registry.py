@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from unidist import namesake
 from unidist.algebra.checks import whole_number
-from unidist.backends import environment, extras, global_state, on_keras
+from unidist.backends import environment, global_state, installed, on_keras
 from unidist.backends.entry import Entry as Entry
 from unidist.backends.global_state import current as current
 from unidist.backends.global_state import has_current as has_current
@@ -53,7 +53,7 @@ _entries: dict[str, Entry] = {
     ),
     "torch": Entry(
         target="unidist.backends.torch.backend:TorchBackend",
-        hint=extras.install("torch"),
+        hint=installed.install("torch"),
         requires=("torch",),
         tested=("2.13", "2.14", "2.15"),
         keras_backends=("torch",),
@@ -62,7 +62,7 @@ _entries: dict[str, Entry] = {
     ),
     "jax": Entry(
         target="unidist.backends.jax.backend:JaxBackend",
-        hint=extras.install("jax"),
+        hint=installed.install("jax"),
         requires=("jax",),
         tested=("0.10",),
         keras_backends=("jax",),
@@ -74,7 +74,7 @@ _entries: dict[str, Entry] = {
     ),
     "tensorflow": Entry(
         target="unidist.backends.tensorflow.backend:TensorflowBackend",
-        hint=extras.install("tensorflow"),
+        hint=installed.install("tensorflow"),
         requires=("tensorflow",),
         tested=("2.21",),
         keras_backends=("tensorflow",),
@@ -87,7 +87,7 @@ _entries: dict[str, Entry] = {
     "horovod": Entry(
         target="unidist.backends.horovod.backend:HorovodBackend",
         hint="Horovod is source only: ci/install_horovod.sh PYTHON builds it, beside Keras and torch or TensorFlow "
-        f"({extras.install('torch')}; docs/horovod.md)",
+        f"({installed.install('torch')}; docs/horovod.md)",
         requires=("horovod",),
         tested=("0.28",),
         keras_backends=("torch", "tensorflow"),

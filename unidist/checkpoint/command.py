@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unidist.checkpoint import disk
-from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.checksums import Bytes
 from unidist.checkpoint.directory import Step
 from unidist.checkpoint.manifest import INDEX, MANIFEST, index_of
 from unidist.checkpoint.reading import Reader
+from unidist.checkpoint.remote import directory_of
 from unidist.checkpoint.stores import is_address
 from unidist.checkpoint.tensors import KINDS, LARGEST, FileSpec, Tensor, files_of
 from unidist.errors import CheckpointError

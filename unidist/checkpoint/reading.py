@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unidist.checkpoint import manifest
-from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.blocks import Blocks, Ranges
 from unidist.checkpoint.checksums import Bytes
 from unidist.checkpoint.directory import Step
 from unidist.checkpoint.opened import Pieces
 from unidist.checkpoint.regions import Region, batches, check, whole
+from unidist.checkpoint.remote import directory_of
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
 

@@ -15,17 +15,20 @@ written anew has a folder of its own, and its manifest takes the place of the on
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from unidist.checkpoint import manifest
 from unidist.checkpoint.checksums import Bytes, crc
 from unidist.checkpoint.directory import Directory, Step, name_of
+from unidist.checkpoint.folders import FolderDirectory
 from unidist.checkpoint.manifest import Told
 from unidist.checkpoint.opened import Opened, piece_of
-from unidist.checkpoint.stores import Store, StoreFiles
+from unidist.checkpoint.stores import Store, StoreFiles, is_address
 from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, file_of, stamped
 from unidist.checkpoint.writing import Gathered, Part, PartWriter
 from unidist.errors import CheckpointError
@@ -169,3 +172,17 @@ def _as_tensor(tensor: Tensor, begin: int, nbytes: int) -> Tensor:
     count, rest = divmod(nbytes, tensor.itemsize)
     dtype, count = ("uint8", nbytes) if rest else (tensor.dtype, count)
     return Tensor(piece_of(tensor.name, begin), dtype, (count,), tensor.kind)
+
+
+def directory_of(where: str | os.PathLike[str]) -> Directory:
+    """Returns the directory of checkpoints that a path or an address names.
+
+    Raises:
+        CheckpointError: an address of a store that cannot be used here.
+
+    Example:
+        >>> directory_of("checkpoints").latest() is None
+        True
+    """
+    text = os.fspath(where)
+    return RemoteDirectory(text) if is_address(text) else FolderDirectory(Path(text))

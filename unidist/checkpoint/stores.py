@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from unidist.backends import extras
+from unidist.backends import installed
 from unidist.checkpoint.checksums import Bytes
 from unidist.checkpoint.disk import cut_short
 from unidist.errors import CheckpointError
@@ -47,7 +47,7 @@ class Store:
             import fsspec
         except ImportError as error:
             raise CheckpointError(
-                f"{address!r} is in an object store, and fsspec is not installed: {extras.install('remote')}"
+                f"{address!r} is in an object store, and fsspec is not installed: {installed.install('remote')}"
             ) from error
         with self._told(address):
             self._system, self._root = fsspec.core.url_to_fs(self.address)

@@ -7,24 +7,71 @@ its own.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import keras
 
+from unidist.algebra import Layout
 from unidist.backends import registry
 from unidist.backends.protocol import Array
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
 
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variable of a model or its optimizer.
+
+    Attributes:
+        shape: the global shape.
+        layout: None where the variable is not distributed.
+        local_shape: what the first device of this process holds.
+        bytes_per_device: bytes held by the device that holds most; 0 of what rests in host memory.
+        kind: "weights" for a variable of the model, "slots" for one of its optimizer.
+        gradient_bytes: bytes of its gradient that the device holding most holds now; 0 where the engine keeps none
+            between steps.
+        host_bytes: bytes that rest in host memory for the device that holds most.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout | None
+    local_shape: tuple[int, ...]
+    bytes_per_device: int
+    kind: str = "weights"
+    gradient_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def in_words(self) -> str:
+        """Says how it is laid out."""
+        return "not distributed" if self.layout is None else self.layout.in_words
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.layout is not None and bool(self.layout.dims)
+
+
+def rows_of(model: Any, row: Callable[[Any, str], Row]) -> Iterator[Row]:
+    """row(variable, kind) of each variable of the model, then of its optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    slots = optimizer.variables if optimizer is not None else []
+    for variable in model.variables:
+        yield row(variable, "weights")
+    for variable in slots:
+        yield row(variable, "slots")
+
+
 if TYPE_CHECKING:
     from unidist.algebra import Axes, Layout
-    from unidist.keras.api.variable_rows import Row
     from unidist.keras.checkpoint.held import Held
     from unidist.keras.consistency.processes import Processes
     from unidist.keras.patching.patches import Table
     from unidist.keras.strategies.distribution import UnidistDistribution
-    from unidist.planner.rehearsed import Rehearsed
+    from unidist.planner.holding import Rehearsed
 
 
 class Driver(Protocol):

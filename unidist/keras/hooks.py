@@ -18,7 +18,7 @@ from unidist.keras import (
     driver,
     fit_observer,
     lazy_values,
-    loading,
+    model_config,
     phase_recording,
     writers,
 )
@@ -37,7 +37,7 @@ _used: set[str] = set()
 def table() -> Table:
     """Whatever the Keras backend."""
     every = (
-        loading,
+        model_config,
         active_distribution,
         clear_session,
         atomic_files,

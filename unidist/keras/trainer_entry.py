@@ -15,7 +15,7 @@ from unidist.keras.patching import patches
 from unidist.keras.patching.compat import tree
 from unidist.keras.patching.patches import Hook
 from unidist.keras.records import model_record
-from unidist.keras.single_writer import by_one
+from unidist.keras.writers import by_one
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 # Inside, Keras's own entrance runs. Gives the processes that take part, and what finds the peers that must agree.

@@ -1,4 +1,9 @@
-"""run: starts, watches, starts again, reports."""
+"""run: starts, watches, starts again, reports.
+
+Memory of a node that outlives its processes is nameless files, which the launcher keeps open. It names them to its
+processes by its own number and theirs. They go with the launcher, whatever ends it, and no limit of a file system holds
+for them. Source of the method: memfd_create(2); processes of the same user open such a file at /proc/PID/fd.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from typing import TextIO
 
 from unidist.backends import on_keras, registry
 from unidist.backends.door import TOKEN
-from unidist.backends.environment import MEMORY, RESTARTS, TIMEOUT, without_launcher
+from unidist.backends.environment import EACH, MEMORY, RESTARTS, TIMEOUT, without_launcher
 from unidist.flight.recorder import VARIABLE
 from unidist.launch import together
 from unidist.launch.attempt import ASKS_TO_LEAVE, Attempt, Ended, Others
@@ -26,11 +31,35 @@ from unidist.launch.console import Console
 from unidist.launch.ending import mark
 from unidist.launch.goodput import Spent, spent
 from unidist.launch.jobs import Job
-from unidist.launch.memory import Memory
 from unidist.launch.preloading import Preloading
 from unidist.launch.program import TEMPORARY
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
 from unidist.launch.restarts import Again, GivenUp, Restarts, told
+
+
+class Memory:
+    """The memory that the launcher keeps open.
+
+    Args:
+        processes: of this node; 0: no memory is kept.
+
+    Attributes:
+        variables: for the processes' environment; none where the system has no such files.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self._files: list[int] = []
+        self.variables: dict[str, str] = {}
+        if processes and hasattr(os, "memfd_create"):
+            self._files = [os.memfd_create("unidist-steps", os.MFD_CLOEXEC) for _ in range(EACH * processes)]
+            words = [secrets.randbits(31), os.getpid(), *self._files]
+            self.variables = {MEMORY: " ".join(map(str, words))}
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        while self._files:
+            os.close(self._files.pop())
+
 
 # Seconds of a run whose goodput is told though nobody asked for restarts or a folder of records.
 _LONG = 60.0

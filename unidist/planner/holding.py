@@ -1,10 +1,26 @@
-"""Holding: what a device keeps of a step's activations until backward has used them."""
+"""Says what a device keeps of activations until backward has used them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from unidist.algebra import Layout
+from unidist.ledger import Ledger
 from unidist.planner.facts import Activation, Facts
 from unidist.planner.predicting import Workload, roles, stack_axes
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """Says what was seen of a step on tensors without values.
+
+    Attributes:
+        sent: what layers send, forward and backward.
+        kept: bytes that forward keeps for backward, of activations; None: it was not looked at.
+    """
+
+    sent: Ledger
+    kept: int | None = None
 
 
 def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int:

@@ -11,10 +11,9 @@ from unidist.errors import LayoutError
 from unidist.ledger import Ledger
 from unidist.planner.choosing import Choice, Chooser, size_text
 from unidist.planner.facts import Facts, Reach, VariableFact, local_bytes
-from unidist.planner.holding import activation_bytes
+from unidist.planner.holding import Rehearsed, activation_bytes
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.predicting import Workload, pairs, predict, roles
-from unidist.planner.rehearsed import Rehearsed
 from unidist.strategies import Strategy, VariableLayouts
 from unidist.tables import titled
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import unidist
-from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.background import Background
 from unidist.checkpoint.reading import Reader
+from unidist.checkpoint.remote import directory_of
 from unidist.keras import seeds
 from unidist.keras.checkpoint import api as checkpoints
 from unidist.keras.checkpoint import later

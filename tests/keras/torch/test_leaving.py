@@ -15,7 +15,7 @@ from unidist.flight.form import WORD
 from unidist.flight.recorder import recorder
 from unidist.keras.checkpoint import leaving
 from unidist.keras.checkpoint.leaving import Leaving, Requests
-from unidist.keras.consistency import polls as its_looks
+from unidist.keras.consistency import stopping as its_looks
 from unidist.keras.consistency.processes import Processes, taking_part
 
 

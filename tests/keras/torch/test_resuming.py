@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import unidist
-from unidist.checkpoint.addresses import directory_of
+from unidist.checkpoint.remote import directory_of
 from unidist.errors import CheckpointError
 from unidist.keras.checkpoint import api as checkpoints
 from unidist.keras.checkpoint import later, position, turns

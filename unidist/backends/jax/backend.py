@@ -14,9 +14,8 @@ from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redist
 from unidist.backends import environment
 from unidist.backends.checking import checks_all
 from unidist.backends.jax import agreeing, arrays, joining, waiting
-from unidist.backends.jax.capabilities import DTYPES, Configured, check_movable
 from unidist.backends.jax.collectives import Move
-from unidist.backends.jax.devices import find, make_named, make_virtual, name_of
+from unidist.backends.jax.devices import DTYPES, Configured, check_movable, find, make_named, make_virtual, name_of
 from unidist.backends.jax.joining import Membership, join
 from unidist.backends.jax.programs import Programs
 from unidist.backends.noting import Kinds, Noted, told

@@ -1,21 +1,28 @@
-"""Joins a world of jax.distributed: from an address, a launcher's environment, or one already there."""
+"""Joins a world of jax.distributed: from an address, a launcher's environment, or one already there.
+
+At its exit JAX waits for all processes. One that failed would so keep the others waiting for it in a collective, and
+one that was left by another would wait for that one, then be aborted. A process whose world is broken ends at once.
+"""
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import xla_bridge
 from jax.extend.backend import clear_backends
 
+from unidist.backends.ending import has_failed
 from unidist.backends.environment import Launch, detect
-from unidist.backends.jax import exit, relay, roll, waiting
+from unidist.backends.jax import relay, roll, waiting
 from unidist.backends.jax.devices import config
 from unidist.backends.lines import is_loopback, own_address
 from unidist.backends.protocol import Cluster
@@ -143,7 +150,7 @@ def _way(coordinator: str) -> relay.Relay:
 
 def _until_left(present: roll.Roll, way: relay.Relay | None) -> Callable[[], None]:
     """Registers what holds at this process's exit. Returns what takes it back."""
-    stay = exit.at_exit(lambda: present.is_broken, way.let_go if way else None)
+    stay = at_exit(lambda: present.is_broken, way.let_go if way else None)
 
     def leave() -> None:
         stay()
@@ -232,3 +239,35 @@ def _listening_at(host: str) -> Iterator[None]:
         yield
     finally:
         library.make_gloo_tcp_collectives = make
+
+
+_FAILED = 1
+
+
+def at_exit(is_lost: Callable[[], bool], before: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Ends the process without waiting where it failed or `is_lost`. Gives what takes that back.
+
+    Called before JAX's own handler, as it is registered after it.
+
+    Args:
+        before: called where JAX's own handler is to wait for the others.
+    """
+
+    def handler() -> None:
+        if is_lost() or has_failed():
+            _end()
+        if before is not None:
+            before()
+
+    atexit.register(handler)
+    return lambda: atexit.unregister(handler)
+
+
+def _end() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    # What `unidist run` has left here where the program ended itself.
+    last = getattr(sys, "last_value", None)
+    own = last.code if isinstance(last, SystemExit) and isinstance(last.code, int) else _FAILED
+    os._exit(own & 0xFF)

@@ -7,13 +7,14 @@ no uneven dims. A part that is smaller than the largest is padded at its end; wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+from unidist import events
 from unidist.algebra import Sharding
 from unidist.backends.protocol import plain_array
 
@@ -72,3 +73,30 @@ def padded(part: Any, shape: Shape) -> Any:
 def cut(part: Any, shape: Shape) -> Any:
     """The first elements along every dim, down to a shape."""
     return part if tuple(part.shape) == shape else part[tuple(slice(n) for n in shape)]
+
+
+def differentiable(
+    x: Any, forward: Callable[[Any], Any], backward: Callable[[Any], Any], check: Callable[[], object]
+) -> Any:
+    """Returns forward(x), whose gradient is backward(gradient), and so on in turns.
+
+    `check` raises where it has none.
+
+    The gradient's collectives are for what the forward ones were for.
+    """
+    purpose = events.purpose()
+
+    def grad(upstream: Any) -> Any:
+        check()
+        with events.for_purpose(purpose):
+            return _linear(backward, forward)(upstream)
+
+    return tf.custom_gradient(lambda value: (forward(value), grad))(x)
+
+
+def _linear(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def both(value: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return forward(value), _linear(backward, forward)
+
+    found: Callable[[Any], Any] = tf.custom_gradient(both)
+    return found

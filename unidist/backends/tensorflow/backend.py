@@ -23,12 +23,10 @@ from unidist.backends.protocol import (
     itemsize,
 )
 from unidist.backends.tensorflow import arrays, guards, steps
-from unidist.backends.tensorflow.devices import find, kind_of, make, task_of
+from unidist.backends.tensorflow.arrays import differentiable
+from unidist.backends.tensorflow.devices import Meshes, find, kind_of, make, task_of
 from unidist.backends.tensorflow.exchange import OP, Kind, Parts, exchange
-from unidist.backends.tensorflow.gradients import differentiable
-from unidist.backends.tensorflow.joining import Membership, join
-from unidist.backends.tensorflow.lost import told
-from unidist.backends.tensorflow.meshes import Meshes
+from unidist.backends.tensorflow.joining import Membership, join, told
 from unidist.backends.traffic import report, report_steps
 from unidist.backends.validation import (
     check_count,

@@ -12,10 +12,9 @@ from typing import Generic
 import torch
 
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.torch.parted import all_reduce_in_parts
 from unidist.backends.torch.primitives import Primitives, W
 from unidist.backends.torch.reducing import MOVED_AS, REDUCED_AS, extreme, loses_nans, op_for
-from unidist.backends.torch.shapes import cuts, resized
+from unidist.backends.torch.shapes import all_reduce_in_parts, cuts, resized
 
 
 class BufferedCollectives(Generic[W]):

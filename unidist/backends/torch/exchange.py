@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.torch.parted import all_reduce_in_parts
 from unidist.backends.torch.reducing import MOVED_AS, NATIVE, REDUCED_AS, fold, loses_nans, op_for
-from unidist.backends.torch.shapes import cuts, resized
+from unidist.backends.torch.shapes import all_reduce_in_parts, cuts, resized
 from unidist.backends.torch.transports import Transport
 
 # Bytes that come in, up to which an all_reduce is one exchange of whole tensors: there it takes a quarter to a half of

@@ -16,7 +16,7 @@ from unidist.drawing.graph import picture_of_layers
 from unidist.drawing.layers import of_description
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import driver, recomputing
-from unidist.keras.api.variable_rows import Row
+from unidist.keras.driver import Row
 from unidist.keras.records.layer_report import joined, numbered
 from unidist.keras.strategies.distribution import adopt
 from unidist.planner.choosing import size_text

@@ -14,7 +14,7 @@ from unidist.backends import registry
 from unidist.backends.protocol import DistributionBackend, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
 from unidist.keras.api.models import describe, parallelize
-from unidist.keras.api.variable_rows import Row
+from unidist.keras.driver import Row
 from unidist.keras.strategies.strategy import ModelParallel
 
 # What other libraries call them.

@@ -20,10 +20,10 @@ import keras
 import numpy as np
 
 from unidist import __version__, log
-from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.directory import Directory, Step
 from unidist.checkpoint.folders import FolderDirectory
 from unidist.checkpoint.reading import Reader, Verify
+from unidist.checkpoint.remote import directory_of
 from unidist.errors import CapabilityError, CheckpointError
 from unidist.flight.recorder import recorder
 from unidist.keras import model_config, seeds

@@ -21,7 +21,7 @@ from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.regions import whole
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
-from unidist.keras import atomic_files, loading, model_config
+from unidist.keras import atomic_files, model_config
 from unidist.keras.checkpoint import layer_assets
 from unidist.keras.checkpoint.fitting import noted, problem, reading
 from unidist.keras.checkpoint.held import Whole, entries
@@ -166,7 +166,7 @@ def _lazy() -> Iterator[dict[int, Any]]:
         Hook(keras.Variable, "_initialize_with_initializer", defer, "variables that are read when they are written"),
         Hook(keras.optimizers.Optimizer, "_var_key", by(lambda self, one: id(one)), "no value is a key"),
         Hook(saving_lib, "is_memory_sufficient", by(lambda model: False), "no file is held in memory"),
-        *loading.hooks(),
+        *model_config.hooks(),
         *atomic_files.hooks(),
     ]
     if keras.config.backend() == "torch":

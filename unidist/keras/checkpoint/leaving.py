@@ -1,6 +1,6 @@
 """Leaving: ends a fit whose process is asked to end. All processes save at the same step, and end.
 
-Whichever process is asked. They agree about once a second (`unidist/keras/consistency/polls.py`).
+Whichever process is asked. They agree about once a second (`unidist/keras/consistency/stopping.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from unidist.flight.form import LEFT
 from unidist.flight.recorder import recorder
-from unidist.keras.consistency.polls import Looks
+from unidist.keras.consistency.stopping import Looks
 
 _log = logging.getLogger(__name__)
 _now = time.monotonic

@@ -13,7 +13,7 @@ from unidist.backends import registry
 from unidist.backends.jax.virtual import prepare_devices
 from unidist.backends.protocol import Array
 from unidist.keras import saving as keras_saving
-from unidist.keras.api.variable_rows import Row, rows_of
+from unidist.keras.driver import Row, rows_of
 from unidist.keras.jax import layouts, placing, saving
 from unidist.keras.jax import processes as _processes
 from unidist.keras.jax.hooks import table as table

@@ -12,11 +12,11 @@ import jax
 from unidist.keras import saving as keras_saving
 from unidist.keras import trainer_entry
 from unidist.keras.jax import (
+    data,
     layouts,
     pacing,
     placing,
     processes,
-    reading,
     recomputing,
     redistribution,
     regions,
@@ -85,4 +85,4 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(keras_trainer, "jit", trainer.compiling, "steps are compiled with layouts")
     yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")
     yield Hook(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating, "a batch is cut by its rows")
-    yield Hook(data_adapters, "get_data_adapter", reading.adapting, "process 0's data is everybody's")
+    yield Hook(data_adapters, "get_data_adapter", data.adapting, "process 0's data is everybody's")

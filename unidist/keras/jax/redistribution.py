@@ -18,7 +18,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding
 from keras import Model
 
-from unidist.keras.jax import contexts, layouts, placing, regions, zero_collectives
+from unidist.keras.jax import layouts, placing, regions, zero_collectives
 from unidist.keras.patching.compat import in_stateless_scope
 from unidist.keras.patching.patches import calling
 from unidist.keras.strategies.distribution import adopt
@@ -33,7 +33,7 @@ def calling_stateless(
     region = None
     if distribution is not None and self.built:
         if isinstance(self, Model):
-            args, kwargs = contexts.given((args, kwargs), distribution)
+            args, kwargs = layouts.given((args, kwargs), distribution)
         variables = self.trainable_variables
         placed = _placements(variables, distribution)
         region = _region(distribution, variables, placed, trainable_variables)

@@ -122,7 +122,7 @@ def build(function: Callable[[], Any]) -> Any:
     """
     import keras
 
-    from unidist.keras.planning.valueless import leave_without
+    from unidist.keras.planning.plan import leave_without
 
     try:
         with keras.StatelessScope(initialize_variables=False):

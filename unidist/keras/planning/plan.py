@@ -1,9 +1,15 @@
-"""plan: how a Keras model is laid out on a mesh, before anything is placed."""
+"""plan: how a Keras model is laid out on a mesh, before anything is placed.
+
+Keras keeps variables that were made without values in a list, and gives values to all of them where the next stateless
+scope ends, in whichever model's `fit` that is. The list alone would keep a planned model of many gigabytes alive until
+then, and fill it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,16 +21,15 @@ from unidist.array import as_mesh
 from unidist.errors import LayoutError
 from unidist.keras import driver as drivers
 from unidist.keras import seeds
-from unidist.keras.patching.compat import is_float_dtype, tree
+from unidist.keras.patching.compat import global_state, is_float_dtype, tree
 from unidist.keras.planning import samples
 from unidist.keras.planning.facts import ended, read
-from unidist.keras.planning.valueless import let_go
 from unidist.keras.records.layer_report import in_words
 from unidist.keras.strategies.layout_maps import as_layout_map
 from unidist.keras.strategies.options import Attention, Offload, contexts, offloads, shards, takes_uneven
+from unidist.planner.holding import Rehearsed
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.plan import Plan, Rehearse, make_plan, to_follow
-from unidist.planner.rehearsed import Rehearsed
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes, choose_context
 
@@ -173,3 +178,32 @@ def _is_auto(layout_map: Any) -> bool:
 
 def _places(mesh: Mesh, axes: Axes) -> int:
     return mesh.axis_size(axes) if axes else 1
+
+
+_LIST = "uninitialized_variables"
+
+
+class _IfAlive:
+    """In the list in place of a variable: it gets a value if somebody else still has it."""
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = weakref.ref(variable)
+
+    def _deferred_initialize(self) -> None:
+        variable = self._variable()
+        if variable is not None:
+            variable._deferred_initialize()
+
+
+def let_go(model: Any) -> None:
+    """From now on the list keeps no variable of the model alive."""
+    ours = {id(v) for v in model.variables}
+    waiting = global_state.get_global_attribute(_LIST) or []
+    waiting[:] = [_IfAlive(v) if id(v) in ours else v for v in waiting]
+
+
+def leave_without(model: Any) -> None:
+    """The model's variables get no values any more."""
+    ours = {id(v) for v in model.variables}
+    waiting = global_state.get_global_attribute(_LIST) or []
+    waiting[:] = [v for v in waiting if id(v) not in ours]

@@ -14,7 +14,7 @@ from unidist.array import as_layout, as_mesh, set_mesh_in_use
 from unidist.backends import registry
 from unidist.errors import MeshError
 from unidist.keras import driver
-from unidist.keras.feed.dataset_shard import own_part
+from unidist.keras.feed.row_plan import own_part
 from unidist.keras.patching import patches
 from unidist.keras.patching.compat import Distribution
 from unidist.keras.strategies.layout_maps import KerasRules, as_layout_map, keras_layout, keras_mesh

@@ -3,12 +3,15 @@
 DTensor keeps its programs to itself. But TensorFlow collects the graphs that it hands to each device, where somebody
 asks before a function runs for the first time; in them DTensor's collectives stand as they are executed. On CPU, for
 one, an all-gather is an all-reduce of parts with zeros around them, and is reported as that.
+
+Where there is no program to read, the layouts predict it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -20,8 +23,12 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 from tensorflow.python.ops import summary_ops_v2
 
-from unidist.algebra import Axes, Mesh, ring_bytes
+from unidist import events
+from unidist.algebra import Axes, Layout, Mesh, ring_bytes
+from unidist.backends.protocol import itemsize
 from unidist.events import Event
+from unidist.keras.records import variable_record
+from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow import values, worlds
 
 _OPS = {
@@ -116,3 +123,53 @@ def _axes(members: tuple[int, ...], mesh: Mesh, rank: int) -> Axes:
             if set(mesh.group(axes, rank).ranks) == set(members):
                 return axes
     return ()
+
+
+def record(model: Any, distribution: UnidistDistribution, kind: str, batch: Any) -> None:
+    """Reports to the ledger what one run of a step needs at least, with the word "predicted".
+
+    In a training step every gradient is reduced over the data axes, where the rows of the batch are cut over them (a
+    lookup's rows are gathered instead; how many they are is not known here, and the table is counted). A
+    variable that rests in smaller parts than layers read it in is gathered for that, once, and one that is updated in
+    smaller parts than it rests in after that. A weight whose contracted dim is sharded reduces the layer's result, and
+    one whose other dim is sharded the gradient of its input: of these the rows of one device are counted, as wide as
+    the unsharded dim.
+    """
+    if not events.listening():
+        return
+    strategy, mesh = distribution.strategy, worlds.in_order(distribution.mesh)
+    rows = next((int(leaf.shape[0]) for leaf in tree.flatten(batch) if leaf is not None and len(leaf.shape)), 0)
+    cut = bool(strategy.data_axes) and rows % strategy.data_shards == 0
+    purpose = f"{kind.replace('_', ' ')} (predicted)"
+    trained = kind == "train_step"
+    trainable = {id(variable) for variable in model.trainable_variables}
+    for variable in model.weights:
+        found: Any = variable_record.of(variable).layouts
+        shape, size = tuple(variable.shape), itemsize(str(variable.dtype))
+        full, read = prod(shape) * size, Layout(*found.compute.dims)
+        _emit_gather(found.storage, read, mesh, full, purpose)
+        if trained and id(variable) in trainable:
+            if cut:
+                _emit("all_reduce", strategy.data_axes, mesh, full // _parts(read, mesh), purpose)
+            _emit_gather(found.state, found.storage, mesh, full, purpose)
+        if read.sharded_axes and len(shape) > 1:
+            contracted = bool(read.dim_axes(0))
+            if contracted or trained:
+                share = rows // strategy.data_shards if cut else rows
+                _emit("all_reduce", read.sharded_axes, mesh, share * shape[1 if contracted else 0] * size, purpose)
+
+
+def _emit_gather(before: Layout, after: Layout, mesh: Mesh, full: int, purpose: str) -> None:
+    gone = tuple(axis for axis in before.sharded_axes if axis not in after.sharded_axes)
+    if gone:
+        _emit("all_gather", gone, mesh, full // _parts(after, mesh), purpose)
+
+
+def _parts(layout: Layout, mesh: Mesh) -> int:
+    return mesh.axis_size(layout.sharded_axes) if layout.sharded_axes else 1
+
+
+def _emit(op: str, axes: Axes, mesh: Mesh, full: int, purpose: str) -> None:
+    group = mesh.group(axes, worlds.backend().local_ranks()[0])
+    sent: Fraction = ring_bytes(op, group.size, full)
+    events.emit(events.Event(op, axes, group.ranks, sent, purpose))

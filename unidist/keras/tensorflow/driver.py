@@ -16,12 +16,12 @@ from unidist.backends.protocol import Array, itemsize
 from unidist.checkpoint.shares import Share
 from unidist.errors import MeshError
 from unidist.keras import saving as keras_saving
-from unidist.keras.api.variable_rows import Row, rows_of
 from unidist.keras.checkpoint.held import Held, OnMesh, Read, Whole, words
 from unidist.keras.consistency.processes import Processes
+from unidist.keras.driver import Row, rows_of
 from unidist.keras.records import model_record, variable_record
 from unidist.keras.records.layer_report import of_partitioned
-from unidist.keras.tensorflow import placing, saving, values, worlds
+from unidist.keras.tensorflow import hooks, placing, values, worlds
 from unidist.keras.tensorflow.hooks import table as table
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
@@ -55,8 +55,8 @@ def leave() -> None:
 
 def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
     """One process writes for all: see `saving.by_first`. The others need not read along."""
-    several = world() if model is None else saving.holding(model)
-    return keras_saving.by_first(model, several, saving.gathered, write)
+    several = world() if model is None else hooks.holding(model)
+    return keras_saving.by_first(model, several, hooks.gathered, write)
 
 
 def rehearse(*step: object) -> str:

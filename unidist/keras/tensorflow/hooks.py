@@ -5,19 +5,24 @@ Made for Keras 3.15 and 3.16.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 from tensorflow.python.ops import array_ops, gen_math_ops
 
-from unidist.keras import distribution_lib, trainer_entry
+from unidist.keras import active_distribution, distribution_lib, trainer_entry
 from unidist.keras import saving as keras_saving
+from unidist.keras.consistency.processes import Processes
 from unidist.keras.patching.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
 from unidist.keras.patching.compat import tensorflow_core as keras_core
 from unidist.keras.patching.compat import tensorflow_distribution_lib as keras_distribution_lib
 from unidist.keras.patching.compat import tensorflow_numpy as keras_numpy
 from unidist.keras.patching.patches import Hook, Table, by
-from unidist.keras.tensorflow import parts, pinning, placing, recurrent, saving, slicing, trainer, values
+from unidist.keras.saving import agree_on_room
+from unidist.keras.strategies import distribution as distributions
+from unidist.keras.tensorflow import parts, pinning, placing, slicing, trainer, values, worlds
 
 
 def table() -> Table:
@@ -27,12 +32,11 @@ def table() -> Table:
             *_of_distribution(),
             *_of_trainers(),
             *pinning.hooks(),
-            *recurrent.hooks(),
             Hook(array_ops, "strided_slice", slicing.slicing, "slices of what is cut are gathered"),
             Hook(gen_math_ops, "select_v2", slicing.selecting, "one condition is spread over what it chooses from"),
             Hook(array_ops, "scatter_nd", slicing.scattering, "what is scattered is gathered"),
-            *keras_saving.hooks_of_saving(saving.holding, saving.gathered),
-            *keras_saving.hooks_of_loading(saving.holding),
+            *keras_saving.hooks_of_saving(holding, gathered),
+            *keras_saving.hooks_of_loading(holding),
         )
     )
 
@@ -64,3 +68,23 @@ def _of_trainers() -> Iterator[Hook]:
         yield Hook(keras_numpy, name, values.beside_rows, "what meets rows by their ids is gathered")
     yield Hook(BaseOptimizer, "apply", trainer.applying, "gradients by stage of ZeRO")
     yield Hook(data_adapters, "get_data_adapter", parts.adapting, "a process may have its own rows")
+
+
+def holding(model: Any) -> Processes | None:
+    """Returns the processes of the world, if several hold the model, or would once it is made."""
+    found = distributions.current() if model is None else placing.distribution_of(model)
+    return None if found is None else worlds.processes()
+
+
+@contextlib.contextmanager
+def gathered(model: Any) -> Iterator[None]:
+    """The model's variables read as whole values, without asking the other processes again."""
+    agree_on_room(model, worlds.processes())
+    spread = [v._value for v in active_distribution.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
+    for value in spread:
+        value.held = values.whole(value)
+    try:
+        yield
+    finally:
+        for value in spread:
+            value.held = None

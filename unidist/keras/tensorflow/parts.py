@@ -20,8 +20,7 @@ from unidist import events
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, DesyncError
-from unidist.keras.feed.adapters import in_step, same
-from unidist.keras.feed.lockstep import Meeting, Part, as_parts, row_count
+from unidist.keras.feed.lockstep import Meeting, Part, as_parts, in_step, row_count, same
 from unidist.keras.feed.row_plan import RowPlan
 from unidist.keras.patching.patches import calling
 from unidist.keras.strategies.distribution import UnidistDistribution

@@ -25,7 +25,7 @@ from unidist.keras.patching.compat import in_stateless_scope
 from unidist.keras.patching.patches import calling
 from unidist.keras.records import model_record
 from unidist.keras.strategies.distribution import UnidistDistribution
-from unidist.keras.tensorflow import compiled, ledger, parts, placing, recurrent, slicing, values, worlds
+from unidist.keras.tensorflow import compiled, parts, pinning, placing, slicing, values, worlds
 
 _NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList")
 
@@ -122,7 +122,7 @@ class _Step:
             with (
                 worlds.together(f"a {self._kind.replace('_', ' ')} on {_signature(packed)}"),
                 slicing.on(self._mesh),
-                recurrent.unrolled(self._model),
+                pinning.unrolled(self._model),
                 events.for_purpose(self._kind),
             ):
                 outputs = self._run(packed)
@@ -135,7 +135,7 @@ class _Step:
     def _run(self, batch: Any) -> Any:
         """By a program for each shape of batch: TensorFlow warns of a tf.function that is traced often."""
         if self._model.run_eagerly:
-            ledger.record(self._model, self._distribution, self._kind, batch)
+            compiled.record(self._model, self._distribution, self._kind, batch)
             with self._constants():
                 return self._step(batch)
         key = _signature(batch)
@@ -148,7 +148,7 @@ class _Step:
                 first.enter_context(self._constants())
             outputs = program.run(batch)
         if program.traffic.events is None:
-            ledger.record(self._model, self._distribution, self._kind, batch)
+            compiled.record(self._model, self._distribution, self._kind, batch)
         elif events.listening():
             for event in program.traffic.events:
                 events.emit(event)
@@ -241,7 +241,7 @@ def calling_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
     mesh = worlds.native_mesh(distribution.mesh)
     with worlds.together("a call of a model"), active_distribution.active(None):
-        with slicing.on(mesh), recurrent.unrolled(self), placing.constants_on_mesh(self, mesh):
+        with slicing.on(mesh), pinning.unrolled(self), placing.constants_on_mesh(self, mesh):
             found = original(self, *args, **kwargs)
         return tree.map_structure(values.on_host, found)
 

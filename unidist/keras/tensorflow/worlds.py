@@ -14,7 +14,7 @@ from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends import registry
 from unidist.backends.protocol import Array
-from unidist.backends.tensorflow import lost
+from unidist.backends.tensorflow import joining
 from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.backends.tensorflow.devices import hide_gpus, task_of
 from unidist.errors import CapabilityError
@@ -43,7 +43,7 @@ def telling(what: str) -> AbstractContextManager[None]:
     if not registry.has_current():
         # A model on one device: choosing a backend now would ask a running TensorFlow for more devices.
         return contextlib.nullcontext()
-    return lost.told(backend().world, what)
+    return joining.told(backend().world, what)
 
 
 def together(what: str) -> AbstractContextManager[None]:

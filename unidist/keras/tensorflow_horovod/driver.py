@@ -9,9 +9,9 @@ import numpy as np
 from unidist.algebra import Layout
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError
-from unidist.keras.api.variable_rows import Row
 from unidist.keras.checkpoint.held import Held, Whole
 from unidist.keras.consistency.processes import Processes
+from unidist.keras.driver import Row
 from unidist.keras.records import model_record
 from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow_horovod import engine

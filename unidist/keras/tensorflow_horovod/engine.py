@@ -21,7 +21,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import stateful_layers
 from unidist.keras.consistency.agreement import Peers, stride
 from unidist.keras.consistency.processes import Processes
-from unidist.keras.feed.adapters import same
+from unidist.keras.feed.lockstep import same
 from unidist.keras.layer_facts import is_container
 from unidist.keras.patching.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.patching.layer_calls import Call, Stage, around

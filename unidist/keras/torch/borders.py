@@ -24,9 +24,8 @@ from unidist.keras.needs import draws
 from unidist.keras.patching.compat import get_keras_mask, set_keras_mask
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import features
-from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.carrying import space_at, summand, wrapped
-from unidist.keras.torch.context import Frame, Rows, infers_shapes
+from unidist.keras.torch.context import Frame, Rows, around_call, infers_shapes
 from unidist.keras.torch.layers.rules import is_sharded
 from unidist.keras.torch.structures import mapped
 from unidist.propagation.layouts import Cut

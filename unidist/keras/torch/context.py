@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from unidist.keras.patching.compat import AutocastScope, get_device
+from unidist.keras.patching.layer_calls import Call, Stage, around
 
 if TYPE_CHECKING:
     from unidist.keras.torch.engine import Engine
@@ -235,3 +236,21 @@ def entered(new: _Frame) -> Iterator[_Frame]:
 def left() -> AbstractContextManager[None]:
     """Inside no rank is at work: what is made is made for all ranks of this process."""
     return entered(None)
+
+
+def around_call(layer: Any, stage: Stage, inside: Callable[[Frame, Call, Any, Any], Any]) -> Callable[[], None]:
+    """Lets inside(frame, rest, args, kwargs) stand at a stage of the layer's call, in frames alone.
+
+    Returns:
+        What takes it off again.
+    """
+
+    def link(rest: Call) -> Call:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Looked up at each call: a program runs what stands inside of it in the frames of later steps.
+            here = frame()
+            return rest(*args, **kwargs) if here is None else inside(here, rest, args, kwargs)
+
+        return call
+
+    return around(layer, stage, link)

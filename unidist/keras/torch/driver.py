@@ -11,8 +11,8 @@ import torch
 from unidist import session
 from unidist.algebra import Mesh
 from unidist.backends.protocol import Array
-from unidist.keras.api.variable_rows import Row
 from unidist.keras.consistency.processes import Processes
+from unidist.keras.driver import Row
 from unidist.keras.planning.auto_layouts import waits
 from unidist.keras.records import model_record
 from unidist.keras.records.layer_report import in_parts, own_variables

@@ -17,7 +17,6 @@ from unidist.keras.patching.compat import Callback, CallbackList, TorchLayer, To
 from unidist.keras.patching.compat import backend as keras_backend
 from unidist.keras.patching.compat import distribution_lib as keras_distribution_lib
 from unidist.keras.patching.patches import Hook, Table, by, calling
-from unidist.keras.single_writer import silence
 from unidist.keras.torch import context, data, disable_keras_ddp, distribution_lib, engine, generation, saving
 from unidist.keras.torch.params import initializing, placing, state_dicts
 from unidist.keras.torch.saving import writing as writing
@@ -33,6 +32,7 @@ from unidist.keras.torch.step import (
     statistics,
     whole_step,
 )
+from unidist.keras.writers import silence
 
 _MAKERS = (
     ("make_train_function", "train_function", "train"),

@@ -22,9 +22,8 @@ from unidist.keras.patching.compat import ops, set_keras_mask
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import features
 from unidist.keras.torch.activation_redistribute import WHOLE, cut_dim, fanned, move, partial
-from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.carrying import space_amid
-from unidist.keras.torch.context import Frame, infers_shapes
+from unidist.keras.torch.context import Frame, around_call, infers_shapes
 from unidist.keras.torch.layers import sequence
 from unidist.keras.torch.layers.rules import Rule, by_rules, cut_variables, make_rule
 

@@ -22,8 +22,7 @@ from unidist.backends.torch.sharded.masks import Masks
 from unidist.keras.patching.compat import get_device
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import features
-from unidist.keras.torch.calls import around_call
-from unidist.keras.torch.context import Frame, infers_shapes
+from unidist.keras.torch.context import Frame, around_call, infers_shapes
 from unidist.keras.torch.structures import mapped
 from unidist.strategies import Strategy
 

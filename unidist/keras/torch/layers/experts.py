@@ -27,8 +27,7 @@ from unidist.keras.layer_facts import stack_of
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.records.layer_report import in_words
 from unidist.keras.torch import features
-from unidist.keras.torch.calls import around_call
-from unidist.keras.torch.context import Frame, infers_shapes
+from unidist.keras.torch.context import Frame, around_call, infers_shapes
 from unidist.keras.torch.layers.outputs import Bank, Kernels, Outputs
 from unidist.propagation.layouts import WHOLE, Cut
 from unidist.strategies import Strategy

@@ -24,8 +24,7 @@ from unidist.keras.patching.compat import tree
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import features
 from unidist.keras.torch.activation_redistribute import cut_dim, move
-from unidist.keras.torch.calls import around_call
-from unidist.keras.torch.context import Frame
+from unidist.keras.torch.context import Frame, around_call
 from unidist.keras.torch.world import RankWorld
 
 # The purpose of what is sent where no layer with a cut kernel asks for it.

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
+from unidist.keras.patching.compat import get_keras_mask, set_keras_mask, tree
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import transforms
-from unidist.keras.torch.calls import around_call
-from unidist.keras.torch.context import Frame
-from unidist.keras.torch.params import output_ownership, saved
+from unidist.keras.torch.context import Frame, around_call
+from unidist.keras.torch.params import saved
 from unidist.keras.torch.params.compute_dtype import LowValue
-from unidist.keras.torch.params.param_group import Unit
-from unidist.keras.torch.params.param_grouping import grouped
+from unidist.keras.torch.params.param_group import Unit, grouped
 from unidist.keras.torch.params.storage import Storage
 from unidist.keras.torch.world import RankWorld
 from unidist.planner.fetching import UNIT_BYTES as UNIT_BYTES
@@ -239,13 +238,43 @@ def use_in_calls(layer: Any, storages: list[Storage]) -> Callable[[], None]:
                 stack.enter_context(unit.in_use())
             return rest(*args, **kwargs)
 
-    def owned(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
-        return output_ownership.owned(frame, rest(*args, **kwargs))
+    def giving(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        return owned(frame, rest(*args, **kwargs))
 
-    undo = [around_call(layer, Stage.FETCHED, inside), around_call(layer, Stage.GIVEN, owned)]
+    undo = [around_call(layer, Stage.FETCHED, inside), around_call(layer, Stage.GIVEN, giving)]
 
     def undo_all() -> None:
         for one in undo:
             one()
 
     return undo_all
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def owned(frame: Frame, given: Any) -> Any:
+    """Returns what a layer gives of fetched weights, in memory that is not let go behind the layer.
+
+    A table of positions is given as it is, as a view of the table.
+    """
+    fetcher = frame.fetcher
+    if fetcher is None or transforms.are_at_work():
+        return given
+
+    def own(x: Any) -> Any:
+        return _copy(x) if type(x) in _PLAIN and x.untyped_storage()._cdata in fetcher.by_memory else x
+
+    return tree.map_structure(own, given)
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """A copy that repeats in memory no more than the tensor does."""
+    once = x
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            once = once.narrow(dim, 0, 1)
+    copied = once.clone().expand(x.shape)
+    if (mask := get_keras_mask(x)) is not None:
+        set_keras_mask(copied, mask)
+    return copied

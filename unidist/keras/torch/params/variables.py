@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +13,17 @@ from unidist.algebra import Sharding
 from unidist.keras import allocator
 from unidist.keras.lazy_values import Stored
 from unidist.keras.patching.compat import (
+    AutocastScope,
+    StatelessScope,
     backend,
     get_device,
     get_stateless_scope,
     global_state,
     in_stateless_scope,
     to_torch_dtype,
+    torch_core,
 )
 from unidist.keras.patching.compat import torch_convert_to_numpy as convert_to_numpy
-from unidist.keras.patching.keras_scopes import reads_plainly
 from unidist.keras.records import variable_record
 from unidist.keras.strategies.layout_maps import keras_mesh
 from unidist.keras.torch import carrying, context, outside
@@ -296,3 +299,28 @@ def lay(variable: Any, held: Storage) -> None:
     variable._storage = held
     variable._layout = PlacedLayout(held.shardings.stored)
     variable_record.of(variable).layouts = held.shardings.layouts
+
+
+# Keras's scopes of a thread, asked at once: each read of a variable would call three functions. Read in Keras 3.15 and
+# 3.16. Where one has another name, callers go the long way.
+_NAMES = ("stateless_scope", "torch_device", "autocast_scope")
+
+
+def reads_plainly() -> bool:
+    """Returns whether no scope of values, device or dtype changes what a variable reads as."""
+    return _are_known() and _is_bare()
+
+
+def _is_bare() -> bool:
+    state = global_state.GLOBAL_STATE_TRACKER  # another object behind each clear_session
+    return all(getattr(state, name, None) is None for name in _NAMES)
+
+
+@functools.cache
+def _are_known() -> bool:
+    """Returns whether each scope, entered, is seen."""
+    found = []
+    for scope in (StatelessScope(), torch_core.device_scope("cpu"), AutocastScope("float16")):
+        with scope:
+            found.append(_is_bare())
+    return not any(found)

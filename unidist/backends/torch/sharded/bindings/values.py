@@ -12,7 +12,7 @@ import torch
 from unidist.backends.torch.sharded.binding import DIRECT, Bound, Call, bind, directly
 from unidist.backends.torch.sharded.tensor import ShardedTensor, as_whole, wrap
 from unidist.errors import CapabilityError
-from unidist.propagation.rules.creation import like
+from unidist.propagation.rules.views import like
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]

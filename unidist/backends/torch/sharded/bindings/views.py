@@ -13,8 +13,7 @@ from unidist.backends.torch.sharded.bindings.dims import ints
 from unidist.propagation.choosing import Decision
 from unidist.propagation.layouts import Shape, local_shape
 from unidist.propagation.rules.dims import placed
-from unidist.propagation.rules.joins import joined
-from unidist.propagation.rules.views import resolved, view
+from unidist.propagation.rules.views import joined, resolved, view
 
 Tensor = torch.Tensor
 
