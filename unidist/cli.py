@@ -73,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(parser: argparse.ArgumentParser, strange: list[str]) -> None:
-    """Ends as argparse does, by the usage of the subcommand, and names the options that are most alike."""
     options = [option for action in parser._actions for option in action.option_strings]
     alike = [found for one in strange for found in difflib.get_close_matches(one, options, 1)]
     parser.error(f"unrecognized arguments: {' '.join(strange)}" + (f"; is it {', '.join(alike)}?" if alike else ""))
@@ -242,7 +241,6 @@ def _backends(parsed: argparse.Namespace) -> int:
 
 
 def _abilities(info: BackendInfo) -> str:
-    """Returns what an adapter declares, gaps by name."""
     from unidist.algebra.layout import REDUCE_OPS
     from unidist.backends.protocol import ALL_DTYPES
 

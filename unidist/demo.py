@@ -114,7 +114,6 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _check_started(adapter: DistributionBackend, wanted: int) -> None:
-    """Raises MeshError where devices are processes, and too few were started."""
     if (found := len(adapter.list_devices())) < wanted:
         raise MeshError(
             f"{wanted} devices are wanted, and {adapter.name!r} has {found}, a process each: "
@@ -138,7 +137,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _mesh_sizes(text: str | None, devices: int | None) -> dict[str, int]:
-    """The mesh asked for: both axes, with "model" at most 2 where only a number of devices is given."""
     if text is None:
         count = devices or 4
         model = 2 if count % 2 == 0 else 1
@@ -199,7 +197,6 @@ def _model() -> Any:
 
 
 def _train(model: Any, digits: Digits, epochs: int, *, verbose: int) -> tuple[Run, Ledger]:
-    """First a few steps by themselves, then the epochs; the ledger is that of the epochs."""
     from unidist.keras.api.models import gather_weights
 
     rows = FIRST_STEPS * BATCH
@@ -298,7 +295,6 @@ def _verdicts(many: Run, alone: Run) -> list[tuple[bool, str]]:
 
 
 def _difference(left: dict[str, Array], right: dict[str, Array]) -> float:
-    """The largest one of any weight; infinite where weights are missing or not finite."""
     if left.keys() != right.keys():
         return math.inf
     worst = max(float(np.abs(np.asarray(left[path], "float64") - right[path]).max()) for path in left)

@@ -53,8 +53,6 @@ def _install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what is awaited as the others do, and adds the hooks to the end of its loading."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

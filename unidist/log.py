@@ -119,7 +119,6 @@ def _say(text: str) -> None:
 
 
 def _said(variable: str, allowed: list[str]) -> str:
-    """The variable's value in small letters; "" where it is empty or not set."""
     found = os.environ.get(variable, "").lower()
     if found and found not in allowed:
         *first, last = map(repr, allowed)

@@ -227,7 +227,6 @@ def _choose_keras(name: str, served: tuple[str, ...]) -> on_keras.Choice | None:
 
 
 def _say(name: str, why: str, keras: on_keras.Choice | None) -> None:
-    """One line of the launch, by its first process."""
     launch = environment.detect()
     if launch is None or launch.process_index == 0:
         on = "" if keras is None or keras.name == name else f", Keras on {keras.name!r} ({keras.why})"

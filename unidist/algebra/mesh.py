@@ -209,7 +209,6 @@ def _ranks_of(devices: Iterable[int | str]) -> tuple[int, ...]:
 
 
 def _named(axes: Any) -> dict[str, int]:
-    """Names and sizes, of a mapping or of pairs."""
     sizes: dict[str, int] = {}
     try:
         pairs = [(name, size) for name, size in (axes.items() if isinstance(axes, Mapping) else axes)]

@@ -218,13 +218,11 @@ class _Search:
         return self.roomy[dim] or all(dim in (self.src.dim_of(a), self.dst.dim_of(a)) for a in axes)
 
     def _joinable(self, now: Layout, op: ReduceOp) -> bool:
-        """Returns whether an axis may become partial by `op` beside those that are partial already."""
         linear = ("sum", "mean")
         return all(o == op or (o in linear and op in linear) for _, o in now.partial)
 
 
 def _subsets(axes: Iterable[str]) -> Iterator[Axes]:
-    """Every non-empty subset in the given order, the largest first."""
     members = tuple(axes)
     for size in range(len(members), 0, -1):
         yield from combinations(members, size)

@@ -213,7 +213,6 @@ def permute(x: DistributedArray, axis: str | Axes, pairs: Sequence[tuple[int, in
 
 
 def _moves(pairs: Any, axes: Axes) -> tuple[tuple[int, int], ...]:
-    """(source, destination) as ints."""
     try:
         given = [(whole_number(source), whole_number(destination)) for source, destination in pairs]
     except (TypeError, ValueError):

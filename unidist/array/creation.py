@@ -81,7 +81,6 @@ def from_local(
 
 
 def _even_shape(shards: Sequence[Any], mesh: Mesh, layout: Layout) -> tuple[int, ...]:
-    """The global shape of shards that are all of one shape."""
     shapes = {_shape(shard) for shard in shards}
     if len(shapes) != 1:
         raise LayoutError(f"from_local: shards of shapes {sorted(shapes)} do not tell the global shape: give shape=")

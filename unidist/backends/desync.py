@@ -106,7 +106,6 @@ def _error(lines: list[str], ranks: Iterable[int], *places: Place) -> DesyncErro
 
 
 def _alike(places: Iterable[Place]) -> list[tuple[str, list[int]]]:
-    """Ranks that stand at one place of the program, together."""
     found: dict[str, list[int]] = {}
     for place in places:
         text = str(place)

@@ -81,7 +81,6 @@ def _let_knock(
 def _send_away(
     selector: selectors.BaseSelector, newcomers: dict[socket.socket, tuple[Line, float, str]], now: float
 ) -> None:
-    """Closes the connections that have said nothing for too long, and the first of too many."""
     for connection, (line, until, _) in list(newcomers.items()):
         if now > until or len(newcomers) > _MOST:
             del newcomers[connection]

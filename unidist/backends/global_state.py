@@ -112,7 +112,6 @@ def initialize(cluster: Cluster, *, retimes: bool = False) -> None:
 
 
 def _join(adapter: DistributionBackend, cluster: Cluster) -> None:
-    """Joins, and keeps a record of it where the environment says so."""
     launch = environment.detect()
     index, count = cluster.process_index, cluster.process_count
     if launch is not None:

@@ -70,7 +70,6 @@ class Line:
         return None if not more else self._next() if b"\n" in self._rest else {}
 
     def _has_more(self, longest: int) -> bool:
-        """Returns whether something came, and no line without its end is too long."""
         more = self._socket.recv(4096)
         self._rest += more
         return bool(more) and (b"\n" in self._rest[:longest] or len(self._rest) <= longest)

@@ -139,7 +139,6 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         return self.ops.differentiable(move.forward, _for_the_same_purpose(move.backward), x)
 
     def _check(self, x: A, move: Move[A]) -> None:
-        """Raises where the array is not what the move carries."""
         if x.dtype not in self._known_dtypes:  # type: ignore[attr-defined]
             self._check_dtype(x)
         if x.shape != move.local_shape:  # type: ignore[attr-defined]
@@ -202,7 +201,6 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         return set()
 
     def _move(self, src: Sharding, dst: Sharding) -> Move[A]:
-        """redistribution(src, dst) made ready for this rank; made once."""
         key = (src, dst, self.rank)
         move = self._moves.get(key)
         if move is None:

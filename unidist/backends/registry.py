@@ -132,7 +132,6 @@ def _learnt(entry: Entry) -> Entry:
 
 
 def _points() -> dict[str, importlib.metadata.EntryPoint]:
-    """The installed entry points, which hide none of our names."""
     found = importlib.metadata.entry_points(group=ENTRY_POINTS)
     return {point.name: point for point in found if point.name not in _entries}
 
@@ -325,7 +324,6 @@ def use(
 
 
 def _checked_devices(name: str, devices: Any) -> int | Sequence[str] | None:
-    """Raises MeshError where it is neither a number of devices nor a list of names."""
     number = whole_number(devices)
     if number is not None and number >= 0:
         return number

@@ -38,7 +38,6 @@ def interrupting_nobody(*names: str) -> Iterator[None]:
 
 
 def _threads() -> frozenset[str]:
-    """The numbers of this process's threads; none where they are to stay as they are."""
     if os.environ.get("OMP_NUM_THREADS") != "1" or not hasattr(os, "SCHED_BATCH"):
         return frozenset()
     try:

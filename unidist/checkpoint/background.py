@@ -195,7 +195,6 @@ class Background:
         return process, ours
 
     def _lost(self) -> CheckpointError:
-        """The other process has ended by itself."""
         assert self._child is not None
         code = _ended(*self._child)
         self.close()
@@ -259,8 +258,6 @@ def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None
 
 
 class _Worker:
-    """The other process: writes what it is asked to, until its parent ends."""
-
     def __init__(self, channel: Connection, memory: int, parent: int) -> None:
         self._channel, self._memory, self._parent = channel, memory, parent
 

@@ -161,14 +161,12 @@ class Blocks:
             self._window = first, self._read(manifest.SUMS, first, count)
 
     def _due(self, first: int, count: int, tensor: str) -> NDArray[np.int64]:
-        """Checksums of blocks."""
         start, held = self._window
         if start <= first and first + count <= start + len(held):
             return held[first - start : first - start + count]
         return self._read(manifest.SUMS, first, count, tensor)
 
     def _read(self, what: str, first: int, count: int, tensor: str = "") -> NDArray[np.int64]:
-        """Some numbers of one of the file's tensors."""
         of = self._file.tensors[what]
         out = np.empty(count * of.itemsize, np.uint8)
         self._opened.read(self._file.name, self._file.begins[what] + first * of.itemsize, out, tensor)

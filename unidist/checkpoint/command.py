@@ -168,7 +168,6 @@ def _diff(left: tuple[str, Step], right: tuple[str, Step]) -> int:
 
 
 def _difference(name: str, a: Reader, b: Reader) -> str:
-    """Returns how a tensor differs; "" where it does not."""
     here, there = a.tensors.get(name), b.tensors.get(name)
     if here is None or there is None:
         return f"{name}: only in {(a if there is None else b).folder}"

@@ -116,7 +116,6 @@ class Directory(ABC):
         return self._stand(name, step, text, [part_of(place) for place in range(places)])
 
     def _put(self, name: str, file: str, content: Iterable[bytes], header: int) -> Told:
-        """Writes a file; what the manifest says of it."""
         number = size = 0
 
         def counted() -> Iterator[bytes]:

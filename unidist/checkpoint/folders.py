@@ -76,14 +76,12 @@ class FolderDirectory(Directory):
             raise
 
     def _found(self) -> list[tuple[int, str]]:
-        """(step, suffix) of each folder of a step."""
         if not self.path.exists():
             return []
         with disk.told(self.path):
             return [found for name in sorted(os.listdir(self.path)) if (found := _named(name)) is not None]
 
     def _counted(self, step: int) -> str | None:
-        """The suffix of the folder of a step that counts; None where none does."""
         return next((suffix for suffix in ("", REPLACED) if _is_committed(self.folder(step, suffix))), None)
 
     # writing ----------------------------------------------------------------------------------------------------------
@@ -263,7 +261,6 @@ def _header(folder: Path, file: FileSpec, due: bytes) -> Told:
 
 
 def _named(name: str) -> tuple[int, str] | None:
-    """(step, suffix) of a folder's name; None where it has another."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None

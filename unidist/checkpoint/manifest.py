@@ -142,7 +142,6 @@ def parsed(text: bytes, step: int | None = None) -> Manifest:
 
 
 def _in_parts(found: object) -> tuple[tuple[Tensor, ...], str]:
-    """(tensors, folder) of a step whose files hold parts of tensors."""
     match found:
         case {"folder": str() as folder, "tensors": list() as rows}:
             return tuple(_tensor(row) for row in rows), folder

@@ -196,7 +196,6 @@ class Pieces:
 
 
 def _checked(tensors: Mapping[str, Tensor], found: dict[str, list[Piece]]) -> Mapping[str, list[Piece]]:
-    """The pieces in order, which are all of each tensor, once."""
     for name, pieces in found.items():
         pieces.sort()
         ends = [0, *(piece[1] for piece in pieces)]

@@ -75,7 +75,6 @@ class Reader:
             raise
 
     def _look(self) -> None:
-        """Reads manifest and headers, and checks that they fit each other."""
         told = self._opened.manifest
         self.step, self.facts = told.step, dict(told.facts)
         self._pieces = Pieces(told, self._opened.files())
@@ -85,7 +84,6 @@ class Reader:
                 raise CheckpointError(f"{manifest.MANIFEST}: {name} is not in it", file=manifest.MANIFEST)
 
     def _checked(self) -> Blocks:
-        """From now on, what is read is verified."""
         if self._blocks is None:
             self._blocks = Blocks(self._opened, list(self.tensors.values()))
         return self._blocks
@@ -133,7 +131,6 @@ class Reader:
             at += len(offsets) * length
 
     def _asked(self, name: str, region: Region | None) -> tuple[Tensor, Region, int]:
-        """The tensor, the region that is in it, and the region's bytes."""
         tensor = self._tensor(name)
         region = whole(tensor.shape) if region is None else region
         check(tensor.shape, region)
@@ -165,7 +162,6 @@ class Reader:
         return tensor
 
     def _read_runs(self, name: str, ranges: Ranges, offsets: _Offsets, length: int, out: Bytes) -> None:
-        """Runs of one length, one behind the other in `out`."""
         begins, ends = ranges.around(offsets, length)
         beside = ends - begins - length
         joined = begins[1:] - ends[:-1] + beside[:-1] <= _SLACK
@@ -183,7 +179,6 @@ class Reader:
     def _read_piece(
         self, name: str, ranges: Ranges, begin: int, end: int, offsets: _Offsets, length: int, out: Bytes
     ) -> None:
-        """Reads and verifies [begin, end), and puts those bytes of the runs that are in it into `out`."""
         first = max(int(offsets.searchsorted(begin, "right")) - 1, 0) if len(offsets) > 1 else 0
         at = int(offsets[first])
         if at <= begin and end <= at + length:
@@ -228,7 +223,6 @@ class Reader:
 
 
 def _cut(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) in pieces that end where blocks do."""
     while end - begin > _PIECE:
         stop = ranges.floor(begin + _PIECE)
         yield begin, stop
@@ -237,7 +231,6 @@ def _cut(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _take(piece: Bytes, begin: int, end: int, offsets: _Offsets, length: int, out: Bytes) -> None:
-    """Copies what a piece has of the runs to where it belongs."""
     if len(offsets) == 1:
         only = int(offsets[0])
         a, b = max(only, begin), min(only + length, end)

@@ -101,7 +101,6 @@ class RemoteDirectory(Directory):
         self._store.write(f"{name}/{file}", content)
 
     def _stand(self, name: str, step: int, manifest: bytes, parts: Sequence[str]) -> str:
-        """Writes the manifest, and removes what other writings of the step have left."""
         self._store.write(f"{name_of(step)}.json", [manifest])
         for part in parts:
             self._store.remove(f"{name}/{part}")
@@ -113,7 +112,6 @@ class RemoteDirectory(Directory):
     # removing ---------------------------------------------------------------------------------------------------------
 
     def _remove(self, step: int) -> None:
-        """Its files go with what does not count."""
         self._store.remove(f"{name_of(step)}.json")
 
     def _clear(self, newest: int) -> None:

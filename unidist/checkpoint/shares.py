@@ -120,14 +120,12 @@ class Share:
             yield lo, hi, frozenset(r for _, teams in self._groups for r in teams[(k + self.number) % len(teams)])
 
     def _cut(self, start: int, length: int) -> Iterator[tuple[int, int]]:
-        """Ranges of rows of at most `buffer` bytes, or of one row."""
         step = max(1, self.buffer // max(self.row_bytes, 1))
         for lo in range(start, start + length, step):
             yield lo, min(lo + step, start + length)
 
     @cached_property
     def _groups(self) -> tuple[tuple[tuple[int, int], list[tuple[int, ...]]], ...]:
-        """The teams that hold each range of rows that some rank holds: ((first row, rows), teams)."""
         if not prod(self.sharding.shape):
             return ()
         mesh, shape = self.sharding.mesh, self.sharding.shape

@@ -59,7 +59,6 @@ class Store:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Turns what the store says, whatever its errors are, into a CheckpointError."""
         try:
             yield
         except CheckpointError:
@@ -131,7 +130,6 @@ class StoreFiles:
             out[lo - offset : hi - offset] = window[lo - begin : hi - begin]
 
     def _read(self, name: str, begin: int) -> Bytes:
-        """A window."""
         end = min(begin + _WINDOW, self.size(name))
         return np.frombuffer(self._store.read(f"{self._folder}/{name}", begin, end), np.uint8)
 

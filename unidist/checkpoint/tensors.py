@@ -78,7 +78,6 @@ class Tensor:
 
 
 def _problem(name: object, dtype: object, shape: tuple[object, ...], kind: object) -> str:
-    """Why there can be no such tensor; "" if there can."""
     if not isinstance(name, str) or name in ("", _METADATA) or not _is_unicode(name):
         return "has a name that no file can hold"
     if dtype not in DTYPES:
@@ -234,7 +233,6 @@ def file_told(told: Sequence[Any]) -> FileSpec:
 
 
 def _placed(file: str, name: str, entry: object, kind: str) -> tuple[int, int, Tensor]:
-    """(begin, end, tensor) of an entry of a header."""
     match entry:
         case {"dtype": str() as code, "shape": list() as shape, "data_offsets": [int() as begin, int() as end]}:
             try:

@@ -99,7 +99,6 @@ class Part:
 
 
 def _counts(row: Any) -> bool:
-    """Returns whether it is a tensor's name and a number of ranges."""
     return isinstance(row, list) and [*map(type, row)] == [str, int] and row[1] >= 0
 
 
@@ -269,7 +268,6 @@ def joined(where: str, tensors: Sequence[Tensor], parts: Sequence[Part]) -> tupl
 
 
 def _check(where: str, tensors: Sequence[Tensor], counts: Numbers, begin: Numbers, end: Numbers) -> None:
-    """Raises where the ranges of a tensor are not all of its bytes, each once."""
     stop = 0
     for tensor, count in zip(tensors, counts.tolist(), strict=True):
         start, stop = stop, stop + count

@@ -58,7 +58,6 @@ def is_own(address: str) -> bool:
 
 
 def _refusal(address: str, port: int) -> OSError | None:
-    """Why nobody can listen there; None where one can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

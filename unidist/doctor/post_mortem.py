@@ -189,7 +189,6 @@ def _who(found: Remains) -> Iterator[str]:
 
 
 def _instead(flight: Flight, entry: Entry, silence: float) -> str:
-    """Returns what a process did that others waited for."""
     said = ["it had left"] if not flight.pid else [f"it was in {flight.phase!r} for {_in_phase(flight):.1f} s"]
     if silence > _SILENT:
         said.append(f"then gave no sign of life for {silence:.1f} s")

@@ -125,7 +125,6 @@ def _link(link: Link) -> dict[str, Any]:
 
 
 def _process(reports: Reports, process: int) -> dict[str, Any]:
-    """A process: what it is, and once it has joined, its ranks and the names of their devices."""
     facts, joined = reports.facts[process], reports.joined.get(process)
     ranks = [] if joined is None else joined["ranks"]
     devices = [] if joined is None else [joined["devices"][rank] for rank in ranks]

@@ -35,7 +35,6 @@ class Ranges:
 
 
 def _told() -> tuple[str, ...]:
-    """By distribution; what else the metadata names is for development."""
     return (*_ALWAYS, *registry.distributions())
 
 
@@ -106,7 +105,6 @@ def _one(name: str, version: str | None, range_: str, within: Callable[[str, str
 
 
 def _within() -> Callable[[str, str], bool] | None:
-    """(version, range) -> whether it is within; None where nothing installed can tell."""
     if importlib.util.find_spec("packaging") is None:
         return None
     from packaging.specifiers import SpecifierSet
@@ -116,7 +114,6 @@ def _within() -> Callable[[str, str], bool] | None:
 
 
 def _by_name(requires: Sequence[str]) -> dict[str, str]:
-    """Distribution -> its range; where several extras name it, all ranges together."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     found: dict[str, str] = {}

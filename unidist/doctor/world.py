@@ -78,8 +78,6 @@ def run(asked: Request) -> Reports:
 
 
 class _Heard(io.StringIO):
-    """Keeps what the processes print, and when the last of it came."""
-
     def __init__(self, task: Task) -> None:
         super().__init__()
         self._begun = self._last = time.monotonic()

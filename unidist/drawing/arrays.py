@@ -130,7 +130,6 @@ def _edges(canvas: Canvas, view: View, x: float, y: float, w: float, h: float) -
 
 
 def _small(canvas: Canvas, view: View, x: float, y: float, room: float) -> None:
-    """A rectangle with its edges named, and below it what cannot be seen."""
     w, h = size_of(view, room - 26, 170)
     _edges(canvas, view, x + 22, y + 18, w, h)
     made = rectangle(canvas, view, x + 22, y + 18, w, h)
@@ -140,7 +139,6 @@ def _small(canvas: Canvas, view: View, x: float, y: float, room: float) -> None:
 
 
 def _arrow(canvas: Canvas, step: Step, dtype: str, x: float, top: float, gap: float, *, wraps: bool) -> str:
-    """The arrow that leads to the array at x; gives what it says."""
     devices = step.before.mesh.devices
     sent = max(step.bytes(itemsize(dtype), rank) for rank in devices)
     over = f"over {', '.join(step.axes)}"

@@ -77,7 +77,6 @@ def picture_of_memory(bars: Sequence[tuple[str, Memory]], device_memory: int | N
 
 
 def _total(canvas: Canvas, memory: Memory, device_memory: int | None, scale: float, y: float) -> None:
-    """The sum behind a bar, and by how much it is too long."""
     x = _BARS + memory.total * scale + 8
     if device_memory is None or memory.total <= device_memory:
         text = size_text(memory.total)

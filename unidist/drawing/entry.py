@@ -89,8 +89,6 @@ def draw(
 
 
 class _View:
-    """Makes views of layouts by what was given beside them."""
-
     def __init__(self, mesh: Any, shape: Sequence[int] | None, dtype: str | None) -> None:
         self.given = any(x is not None for x in (mesh, shape, dtype))
         self._mesh = None if mesh is None else as_mesh(mesh)

@@ -58,7 +58,6 @@ def picture_of_layers(
 
 
 def _first(folds: Sequence[Fold]) -> list[Fold]:
-    """As many of them as a picture shows."""
     out, left = [], MOST_LAYERS
     for fold in folds:
         if len(fold.layers) > left:
@@ -81,7 +80,6 @@ def _legend(canvas: Canvas, y: float, kinds: dict[str, None], paired: bool) -> f
 
 
 def _fold(canvas: Canvas, fold: Fold, y: float, most: int) -> float:
-    """Draws layers once, on a panel where they repeat. Where the next one begins."""
     if fold.times == 1:
         return _layers(canvas, fold.layers, y, most)
     held = sum(layer.held for layer in fold.layers)
@@ -133,7 +131,6 @@ def _collective(canvas: Canvas, sent: Sent, y: float, more: int = 0) -> None:
 
 
 def _brackets(canvas: Canvas, layers: Sequence[Layer], tops: Sequence[float]) -> None:
-    """Each pair's first to its last layer, those that overlap beside each other."""
     members: dict[int, list[int]] = {}
     for k, layer in enumerate(layers):
         if layer.pair is not None:

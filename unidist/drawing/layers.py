@@ -78,8 +78,6 @@ class Layer:
 
 
 class _Variable(Protocol):
-    """The values that are read of a variable: a plan's row, and a row of `describe`."""
-
     @property
     def path(self) -> str: ...
     @property

@@ -74,7 +74,6 @@ def _read(file: Path) -> list[Measured]:
 
 
 def _measured(line: str, where: str) -> Measured | None:
-    """Reads what a line says; None of the line that ends an epoch."""
     try:
         told: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -115,7 +114,6 @@ def picture_of_telemetry(ranks: dict[int, list[Measured]], title: str | None) ->
 
 
 def _warm(lines: Sequence[Measured]) -> list[Measured]:
-    """The lines behind the first one, a few of them as one where they are many."""
     rest = list(lines[1:] if len(lines) > 1 else lines)
     share = -(-len(rest) // MOST_BARS) if rest else 1
     return [_median(rest[k : k + share]) for k in range(0, len(rest), share)]

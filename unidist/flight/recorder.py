@@ -159,7 +159,6 @@ class Recorder:
             time.sleep(BEAT)
 
     def _find_lines(self, line_of: Callable[[int], str]) -> None:
-        """Finds where the threads are that have waited for long."""
         before, whole, times = _now() - LASTS, self._whole, self._times
         for at in range(RING, RING + ENTRIES * ENTRY, ENTRY):
             if not times[at + _ENDED_AT] and 0.0 < times[at + _BEGUN] < before and not whole[at + 2]:
@@ -295,7 +294,6 @@ class Recorder:
 
 
 def _tell(path: Path) -> None:
-    """Writes what this process has imported, from where, and what it has changed in its environment."""
     modules = dict(sys.modules)
     given = dict(
         variable.partition("=")[::2] for variable in os.fsdecode(_INITIAL.read_bytes()).split("\0") if variable

@@ -114,12 +114,10 @@ def _followed_by(followers: tuple[Follower, ...], model: Any, epochs: int) -> It
 
 
 def _of(callbacks: CallbackList) -> Iterator[Follower]:
-    """Yields the followers of the fit that is under way, where these are its callbacks."""
     return (one for one in _current.get() if one in callbacks.callbacks)
 
 
 def _stopping_of(callbacks: CallbackList) -> Iterator[Stopping]:
-    """Yields the Stopping of the fit that is under way, where these are its callbacks."""
     if (found := _stopping.get()) is not None and found[0] is callbacks:
         yield found[1]
 

@@ -214,7 +214,6 @@ class Graph:
         return tree.pack_sequence_as(self._functional._outputs_struct, found)
 
     def _called(self, record: Record, changed: dict[int, Any], place: int, operation_fn: Any) -> list[Any]:
-        """Returns what a node gives for what has changed, and for what is kept, with the masks of then."""
         node = self._nodes[place]
         values = {}
         for x, mask in zip(node.input_tensors, record.calls[place].taken_masks, strict=True):
@@ -239,7 +238,6 @@ def _drawn() -> bytes:
 
 
 def _nodes_of(functional: Any) -> Iterator[Any]:
-    """As Keras's own run goes through them."""
     by_depth = functional._nodes_by_depth
     for depth in sorted(by_depth, reverse=True):
         for node in by_depth[depth]:

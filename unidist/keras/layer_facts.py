@@ -160,7 +160,6 @@ def _overrides_helpers(kind: type) -> bool:
 
 
 def _home(kind: type, method: str) -> type:
-    """The class that defines a method."""
     return next(one for one in kind.__mro__ if method in vars(one))
 
 
@@ -169,7 +168,6 @@ def is_of_either(kind: type) -> bool:
 
 
 def _is_given_functions(layer: Any) -> bool:
-    """Returns whether a layer of Keras's calls a function of the user's own, such as an activation."""
     # LSTM and GRU give the functions of their cell to a loop of the backend's.
     cell = getattr(layer, "cell", None)
     owners = [layer, cell] if isinstance(cell, keras.layers.Layer) else [layer]

@@ -185,7 +185,6 @@ def _within_archive(original: Any, store: Any, path_or_io: Any, mode: str | None
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> _Window | None:
-    """A member that is stored as it is, in an archive on the disk; None: it is another kind."""
     info, path = archive.getinfo(name), archive.filename
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or path is None or not Path(path).is_file():
         return None

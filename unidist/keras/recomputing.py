@@ -66,7 +66,6 @@ def marked(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _chosen(parent: Any, remat: Remat) -> Iterator[Any]:
-    """The outermost layers within a layer that are chosen."""
     within = children(parent)
     counts = Counter(type(child) for child in within if children(child) and child.weights)
     for child in within:

@@ -133,7 +133,6 @@ def check_room(model: Any) -> None:
 
 
 def _available() -> int | None:
-    """Bytes of memory that can be had, or None."""
     try:
         lines = _MEMORY.read_text().splitlines()
     except OSError:

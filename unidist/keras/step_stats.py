@@ -97,7 +97,6 @@ def _extent(batch: Any) -> tuple[int | None, int | None]:
 
 
 def _total(batch: Any) -> int | None:
-    """Rows of the batch that these are a part of."""
     return next((leaf.total for leaf in tree.flatten(batch) if isinstance(leaf, Part)), None)
 
 

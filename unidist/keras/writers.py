@@ -207,7 +207,6 @@ def _share_backup(callback: Any, processes: Processes, stack: contextlib.ExitSta
 
 
 def _set(owner: Any, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-    """Sets an attribute until the stack is left."""
     before = vars(owner).get(name, owner)
     setattr(owner, name, value)
     stack.callback(_put_back, owner, name, before)

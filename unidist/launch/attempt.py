@@ -308,7 +308,6 @@ class Attempt:
 
 
 def _send(number: signal.Signals, flights: Iterable[Flight]) -> None:
-    """To the processes of these records, so far as they have not left."""
     for flight in flights:
         if flight.pid:
             send(flight.pid, number)

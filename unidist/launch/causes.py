@@ -99,7 +99,6 @@ class Judge:
 
 
 def _errors(lines: Sequence[str]) -> list[str]:
-    """The errors of a traceback and those it is chained to, each as its line "type: message"."""
     errors: list[str] = []
     within = False
     for line in lines:

@@ -256,7 +256,6 @@ def _tell_ended(connection: socket.socket, running: set[int]) -> None:
 
 
 def _end_all(running: set[int], is_of_a_run: bool) -> None:
-    """Whoever started us is gone, or wants us no more: ends what was forked, and all others of the run."""
     if is_of_a_run:
         with contextlib.suppress(Exception):
             runpy.run_path(os.path.join(os.path.dirname(__file__), "program.py"))["end_others"]()

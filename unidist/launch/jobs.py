@@ -162,7 +162,6 @@ class LocalProcesses(Job):
         out: int,
         err: int | None,
     ) -> subprocess.Popen[bytes] | Forked:
-        """Runs `python FILE COMMAND`, or its function `main` with `arguments` in a forked process."""
         given = {**environ, program.LIFELINE: "stdin"}
         stdin = self._standard_input()
         if self.forks is not None:

@@ -164,7 +164,6 @@ class Keeper:
             follows = self._decide()
 
     def _gather(self) -> bool:
-        """Waits until all nodes are ready, or in time enough. Whether they were."""
         deadline = time.monotonic() + self._terms.timeout
         while True:
             self._nodes |= self._newcomers
@@ -203,7 +202,6 @@ class Keeper:
         return f"node {node} ({ranks_text(range(first, first + self._terms.processes))})"
 
     def _run(self) -> None:
-        """Until all nodes that are left have ended their attempt."""
         self._is_stopping = self._is_growing = False
         while any(node.gone is None for node in self._nodes.values()):
             why = self._hear()
@@ -263,7 +261,6 @@ class Keeper:
         return why
 
     def _lose(self, number: int, how: str) -> str:
-        """A node is lost. Gives why the attempt must stop, if it took part."""
         if (newcomer := self._newcomers.pop(number, None)) is not None:
             newcomer.line.close()
             return ""
@@ -306,7 +303,6 @@ class Keeper:
         return True
 
     def _first(self, failed: list[dict[str, Any]]) -> tuple[int, str]:
-        """Returns (exit code, what) of what failed first: a cause, then a lost node, then what failed by it."""
         causes = [report for report in failed if not report.get("is_consequence")]
         # What is silent may wait, in C, for what has ended.
         if causes and not (self._all("done") and all(report.get("is_silent") for report in causes)):
@@ -320,5 +316,4 @@ class Keeper:
         return code, what
 
     def _all(self, kind: str) -> list[int]:
-        """The ranks that the nodes have reported as such."""
         return [rank for _, node in sorted(self._nodes.items()) if node.gone for rank in node.gone.get(kind, ())]

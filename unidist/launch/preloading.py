@@ -111,7 +111,6 @@ class Preloading:
                 file.unlink(missing_ok=True)
 
     def _folder(self) -> str:
-        """Returns where the program looks for modules first."""
         first = self._request.command[0]
         return os.getcwd() if first == "-m" else os.path.dirname(os.path.abspath(first))
 

@@ -225,7 +225,6 @@ def is_told(spent: Spent, request: Request) -> bool:
 
 @contextmanager
 def _folder(log_dir: str | None) -> Iterator[Path]:
-    """Returns where the records of the processes are. What nobody asked to keep goes with the run."""
     if log_dir is not None:
         yield Path(log_dir).absolute()
         return
@@ -234,7 +233,6 @@ def _folder(log_dir: str | None) -> Iterator[Path]:
 
 
 def _environ(request: Request) -> dict[str, str]:
-    """Ours without another launcher's words, with the backend chosen and output unbuffered."""
     environ = without_launcher(os.environ)
     environ.pop(MEMORY, None)
     # What is asked for here goes before what an earlier program left in the shell.

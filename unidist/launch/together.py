@@ -62,8 +62,6 @@ def go(
 
 
 class _Node:
-    """This node's way through the run."""
-
     def __init__(
         self, request: Request, attempts: Run, console: Console, received: Sequence[int], member: Member
     ) -> None:
@@ -85,7 +83,6 @@ class _Node:
         return self._finish(follows)
 
     def _verdict(self, ended: Ended) -> Go | Finish | None:
-        """Returns what follows an attempt. None: this launcher was asked to end."""
         asked = bool(self._received)
         report = Report(
             code=ended.code,
@@ -119,13 +116,11 @@ class _Node:
             self._console.say(f"unidist: {told(follows.number, self._request.max_restarts, follows.pause)}")
 
     def _finish(self, finish: Finish) -> int:
-        """Reports what the nodes have agreed on, with the details where they are this node's."""
         own = next((ended for ended in self._ended if ended.what and finish.what.endswith(ended.what)), Ended(0))
         return self._attempts.report(replace(own, code=finish.code, what=finish.what))
 
 
 def _free_port(server: socket.socket) -> int:
-    """A port that is free where the server listens."""
     with socket.socket(server.family) as probe:
         probe.bind((server.getsockname()[0], 0))
         return int(probe.getsockname()[1])

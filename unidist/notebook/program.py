@@ -44,8 +44,6 @@ if __name__ == "__main__":
 
 @dataclass
 class _Parts:
-    """Collects the parts of a program, in the order in which they are found."""
-
     imports: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +86,6 @@ def _check(function: Any) -> None:
 
 
 def _add(name: str, thing: Any, parts: _Parts) -> None:
-    """Adds the source of a function or class, behind that of what it uses."""
     if name in parts.sources:
         return
     source, known = _source(name, thing), _globals(thing)
@@ -167,7 +164,6 @@ def _methods(kind: type) -> list[FunctionType]:
 
 
 def _globals(thing: Any) -> dict[str, Any]:
-    """Returns what the names in a definition mean."""
     if isinstance(thing, FunctionType):
         return thing.__globals__
     methods = _methods(thing)

@@ -75,7 +75,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _compare(
     options: argparse.Namespace, backends: list[tuple[str, str]], mesh: dict[str, int], folder: Path
 ) -> list[Outcome]:
-    """The references, one for each Keras backend, then the backends."""
     wanted: list[tuple[str | None, str]] = [(None, keras) for keras in dict.fromkeys(k for _, k in backends)]
     outcomes: list[Outcome] = []
     initial: str | None = None

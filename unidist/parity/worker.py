@@ -74,8 +74,6 @@ def _strategy(mesh: Mesh) -> Any:
 
 
 class _Recorder:
-    """The losses of the steps and the weights after each, of every fit."""
-
     def __init__(self, spec: Spec, writes: bool) -> None:
         self.spec = spec
         self.writes = writes
@@ -117,7 +115,6 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _watched(recorder: _Recorder) -> Iterator[None]:
-    """Every fit inside is recorded, and reads its data in order: shuffling is each framework's own."""
     import keras
 
     class Watch(keras.callbacks.Callback):  # type: ignore[misc]

@@ -162,7 +162,6 @@ class Chooser:
             self.choices.update(dict.fromkeys(stack.members, choice))
 
     def _gathered(self, index: int, variable: VariableFact) -> None:
-        """A variable of a layer that nothing is known of: cut for storage, gathered for each call."""
         dims = [dim for dim in range(len(variable.shape)) if self._divides(index, dim)]
         free = [dim for dim in dims if dim not in variable.whole_dims]
         if free:
@@ -178,7 +177,6 @@ class Chooser:
     # all ----------------------------------------------------------------------------------------------------------
 
     def _settled(self) -> list[Choice]:
-        """Every variable's choice. Those that share a path share a rule, so they must share the layout."""
         variables = self.facts.variables
         out = [self.choices.get(k) or self._whole(v) for k, v in enumerate(variables)]
         found: dict[str, set[Layout]] = {}

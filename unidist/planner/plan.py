@@ -290,12 +290,10 @@ def _row(variable: VariableFact, choice: Choice, slots: int, strategy: Strategy)
 
 
 def _without_idle_axes(layout: Layout, mesh: Mesh) -> Layout:
-    """The layout without axes of one place: they cut nothing."""
     return Layout(*(tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in layout.dims))
 
 
 def _ruled(facts: Facts, rules: LayoutMap) -> list[Choice]:
-    """Returns what the rules say, with what it makes of each layer."""
     problems: list[str] = []
     found: list[tuple[Layout, str]] = []
     for variable in facts.variables:

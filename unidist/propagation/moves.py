@@ -75,7 +75,6 @@ def moves(have: States, want: States) -> tuple[Move, ...]:
 
 
 def _next(now: Sequence[State], want: States, axis: int) -> Move | None:
-    """The move of one axis that can be made now."""
     have, to = now[axis], want[axis]
     if have == to:
         return None

@@ -264,8 +264,6 @@ def _forked(server: ForkServer, env: Mapping[str, str], stdin: int, output: int)
 
 
 class _Child:
-    """One process, what it prints, and the line to it."""
-
     def __init__(self, start: Starter) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in end)
         self.line, theirs = Pipe()

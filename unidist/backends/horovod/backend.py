@@ -242,14 +242,12 @@ class HorovodBackend(LocalViewBackend[Any]):
 
 
 def _framework() -> Framework:
-    """Returns the framework that Keras runs on, or will run on."""
     keras: Any = sys.modules.get("keras")
     found = keras.config.backend() if hasattr(keras, "config") else os.environ.get("KERAS_BACKEND", "torch")
     return "tensorflow" if found == "tensorflow" else "torch"
 
 
 def _side(framework: str) -> ModuleType:
-    """The module that speaks to a framework's Horovod."""
     if framework not in ("torch", "tensorflow"):
         raise CapabilityError(f"use('horovod', framework={framework!r}): Horovod moves arrays of torch and tensorflow")
     if importlib.util.find_spec(framework) is None:

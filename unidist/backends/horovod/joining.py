@@ -90,7 +90,6 @@ def _check(cluster: Cluster, rank: int, size: int) -> None:
 
 
 def _at(address: str, count: int, index: int, timeout: float) -> dict[str, str]:
-    """The variables of a world that meets at an address, where process 0 serves."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     # Each process counts as a host of its own: only the launcher would know which of them share one.

@@ -156,7 +156,6 @@ def is_over(hvd: Any) -> bool:
 
 
 def _world_is_gone(hvd: Any) -> bool:
-    """Returns whether the process set of all has been taken down, which Horovod does last of all."""
     if not hvd.is_initialized():
         return True
     ranks = (ctypes.c_int * hvd.size())()

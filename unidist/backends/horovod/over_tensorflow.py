@@ -105,7 +105,6 @@ class Waiter:
 
 
 def _words(error: Exception) -> str:
-    """Returns what Horovod said, without the name of TensorFlow's operation around it."""
     return str(getattr(error, "message", error)).partition("}} ")[2] or str(error)
 
 
@@ -293,12 +292,10 @@ class TensorFlowOps:
 
 
 def _resized(x: Tensor, sizes: dict[int, int]) -> list[int]:
-    """The shape of x with other sizes along some dims."""
     return [sizes.get(dim, n) for dim, n in enumerate(x.shape)]
 
 
 def _order(transport: Transport) -> tuple[int, ...]:
-    """The places in the order of their ranks, which is Horovod's."""
     return transport.order or tuple(range(transport.size))
 
 

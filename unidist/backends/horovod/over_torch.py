@@ -62,7 +62,6 @@ class Primitives:
             raise lost.failure(error, at, told) from error
 
     def _told(self, at: lost.Call, transport: Transport, name: str) -> bytes:
-        """Returns where all ranks are that disagreed in an operation."""
         own = torch.frombuffer(bytearray(lost.where(at)), dtype=torch.uint8)
         try:
             handle = hvd.allgather_async(own, name=f"{name}.apart", process_set=transport.native)
@@ -300,17 +299,14 @@ def make_ops() -> TorchOps:
 
 
 def _carried(x: torch.Tensor) -> torch.Tensor:
-    """The same bits in a dtype that Horovod moves."""
     return x.view(MOVED_AS[x.dtype]) if x.dtype in MOVED_AS else x
 
 
 def _by_rank(rows: torch.Tensor, transport: Transport) -> torch.Tensor:
-    """Rows in the order of places, brought into the order of ranks."""
     return rows if transport.order is None else rows[list(transport.order)]
 
 
 def _by_place(rows: torch.Tensor, transport: Transport) -> torch.Tensor:
-    """Rows in the order of ranks, brought into the order of places."""
     if transport.order is None:
         return rows
     return rows[[transport.order.index(place) for place in range(transport.size)]]

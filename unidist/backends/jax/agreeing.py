@@ -63,7 +63,6 @@ def meet(
 
 
 def _alike(what: str, texts: Sequence[str], processes: Sequence[int], devices: Sequence[jax.Device]) -> list[str]:
-    """Every process's value."""
     said = [json.loads(text) for text in texts]
     apart = {process for process, other in zip(processes, said, strict=True) if other[:2] != said[0][:2]}
     if not apart:
@@ -79,7 +78,6 @@ def _alike(what: str, texts: Sequence[str], processes: Sequence[int], devices: S
 
 
 def _told_apart(said: Sequence[Any]) -> list[str]:
-    """Returns what each process has come to, and, where that is one thing, the first parts that differ."""
     if len({what for what, _, _ in said}) > 1:
         return [str(what) for what, _, _ in said]
     names = dict.fromkeys(name for _, how, _ in said for name in how)
@@ -93,7 +91,6 @@ def _told_apart(said: Sequence[Any]) -> list[str]:
 
 
 def _exchanged(world: Membership, what: str, said: str, processes: Sequence[int]) -> list[str]:
-    """Returns what each process has said, by process."""
     with _lock:
         store = _store()
         members = "all" if len(processes) == world.count else "-".join(map(str, processes))
@@ -141,7 +138,6 @@ def _in_time(call: Callable[[], list[str]], patience: Patience) -> list[str]:
 
 
 def _store() -> Any:
-    """The client of JAX's coordination service. Its meetings are counted from 0."""
     client = distributed.global_state.client
     if client is None:
         raise BackendMismatchError(

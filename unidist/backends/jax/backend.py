@@ -66,7 +66,6 @@ class JaxBackend(DistributionBackend):
         arrays.register_tree()
 
     def _forget(self) -> None:
-        """Drops all that was made for the devices of before."""
         self._found: tuple[jax.Device, ...] | None = None
         self._programs = Programs(self.mesh)
         self._agreed: set[Hashable] = set()
@@ -121,7 +120,6 @@ class JaxBackend(DistributionBackend):
         return tuple(rank for rank, device in enumerate(self.devices) if device.process_index == here)
 
     def _ranks_here(self, mesh: Mesh) -> tuple[int, ...]:
-        """The ranks of the mesh that this process holds, in order."""
         return tuple(rank for rank in self.local_ranks() if rank in mesh.devices)
 
     # native objects
@@ -324,7 +322,6 @@ class JaxBackend(DistributionBackend):
             )
 
     def _tell_steps(self, moves: Redistribution, x: jax.Array) -> None:
-        """Reports to the ledger what this process's first rank sends, of what runs now and is not traced."""
         ranks = self._ranks_here(moves.src.mesh)
         if ranks and not isinstance(x, jax.core.Tracer):
             report_steps(moves, ranks[0], x.dtype.itemsize)

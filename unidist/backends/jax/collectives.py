@@ -173,7 +173,6 @@ def _itself(x: jax.Array) -> jax.Array:
 
 
 def _whole(sharding: Sharding) -> Sharding:
-    """The sharding with P and F read as I."""
     return sharding.with_layout(Layout(*sharding.layout.dims))
 
 
@@ -249,7 +248,6 @@ _RULES: dict[str, Callable[[Step, jax.Array], jax.Array]] = {
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    """x * factor in its own dtype. Raises LayoutError for integers and bool, which have no mean."""
     if factor == 1:
         return x
     if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -116,7 +116,6 @@ def events_of(collectives: Sequence[CompiledCollective], mesh: Mesh, rank: int) 
 
 
 def _members(collective: CompiledCollective, mesh: Mesh, place: int) -> tuple[Axes, tuple[int, ...]]:
-    """The axes that make the groups, and the ranks of this place's group."""
     ranks = tuple(tuple(mesh.devices[p] for p in group) for group in collective.groups)
     for size in range(len(mesh.axes) + 1):
         for axes in combinations(mesh.axis_names, size):
@@ -137,8 +136,6 @@ def _members(collective: CompiledCollective, mesh: Mesh, place: int) -> tuple[Ax
 
 @dataclass(frozen=True)
 class _Instruction:
-    """`name = type op(operands), attributes` of HLO text."""
-
     type: str
     op: str
     operands: tuple[str, ...]
@@ -173,7 +170,6 @@ _Computation = dict[str, _Instruction]
 
 
 def _parsed(text: str) -> tuple[dict[str, _Computation], str]:
-    """All computations by name, and the name of the entry."""
     computations: dict[str, _Computation] = {}
     entry, current = None, None
     for line in text.splitlines():
@@ -199,7 +195,6 @@ def _instruction(text: str) -> _Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns where the bracket closes that opens at `start`."""
     depth = 0
     for place in range(start, len(text)):
         depth += (text[place] in "([{") - (text[place] in ")]}")
@@ -209,7 +204,6 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between the commas that stand in no brackets."""
     depth, begin = 0, 0
     for place, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")

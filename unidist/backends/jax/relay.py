@@ -77,7 +77,6 @@ class Relay:
         self._gone(near)
 
     def _gone(self, near: socket.socket) -> None:
-        """The service does not answer any more on a connection."""
         with self._lock:
             if self._holds:
                 self._silent.append(near)
@@ -100,7 +99,6 @@ class Relay:
 
 
 def _hand_on(source: socket.socket, target: socket.socket) -> None:
-    """Until one of them is closed."""
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK):
             target.sendall(data)

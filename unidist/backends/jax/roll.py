@@ -117,7 +117,6 @@ def _admit_all(server: socket.socket, present: dict[int, Line], count: int, dead
 
 
 def _admit(line: Line, hello: dict[str, Any], present: dict[int, Line], count: int) -> None:
-    """Takes a process. One that does not speak as we do is sent away."""
     other = hello.get("process")
     if type(other) is not int or type(hello.get("count")) is not int:
         line.close()

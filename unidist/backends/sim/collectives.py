@@ -175,14 +175,12 @@ class RankCollectives:
         return axes
 
     def _reduced(self, parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
-        """A new tensor, reduced in the dtype of the parts, one after the other."""
         result = _own(parts[0])
         for out, *others in _blocks([result, *parts[1:]]):
             self._fold(out, others, op)
         return result
 
     def _fold(self, out: Tensor, others: Sequence[Tensor], op: ReduceOp) -> None:
-        """Reduces into `out`, one after the other."""
         fold = FOLD[op]
         for part in others:
             fold(out, part)

@@ -70,7 +70,6 @@ def gather(shards: Mapping[int, Array], sharding: Sharding) -> Array:
 
 
 def _reduced(shards: Mapping[int, Array], sharding: Sharding, rank: int) -> Array:
-    """Returns a rank's shard, reduced over all partial axes in turn: mean and sum may be mixed."""
     mesh = sharding.mesh
     parts = {r: shards[r] for r in mesh.group(sharding.layout.partial_axes, rank).ranks}
     for axis, op in sharding.layout.partial:

@@ -312,7 +312,6 @@ class TensorflowBackend(DistributionBackend):
         backward: Callable[[Any], Any],
         check: Callable[[], object] = lambda: None,
     ) -> Any:
-        """As gradients.differentiable, once the data is what the backend moves."""
         self._check_concrete(x, "collectives")
         check_dtype(self, dtype_name(x))
         self._check_shape(x, src)
@@ -331,7 +330,6 @@ class TensorflowBackend(DistributionBackend):
             )
 
     def _tell_steps(self, moves: Redistribution, x: Any) -> None:
-        """The ledger sees what the first rank of this process sends."""
         ranks = self._ranks_here(sorted(moves.src.mesh.devices)) if events.listening() else ()
         if ranks:
             report_steps(moves, ranks[0], itemsize(dtype_name(x)))

@@ -118,7 +118,6 @@ def _kept_to_the_loopback() -> Iterator[None]:
 
 
 def _keep_to_the_loopback() -> None:
-    """Raises OSError where a socket that listens at every address stays so."""
     folder = Path("/proc/self/fd")
     for name in os.listdir(folder) if folder.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):
@@ -138,7 +137,6 @@ def _bind_to_the_loopback(number: int) -> None:
 
 
 def _interface(found: socket.socket) -> bytes:
-    """The interface that it is bound to, or b""."""
     return found.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(bytes(1))
 
 
@@ -203,7 +201,6 @@ def _tell(place: tuple[str, int], index: int, own: int, deadline: float) -> tupl
 
 
 def _heard(line: Line, deadline: float) -> dict[str, Any]:
-    """Raises ConnectionError: the other process ended, or said nothing in time."""
     found = line.hear(max(0.01, deadline - time.monotonic()))
     if found is None:
         line.close()

@@ -113,7 +113,6 @@ class BufferedCollectives(Generic[W]):
 
 
 def _carried(x: torch.Tensor) -> torch.Tensor:
-    """The same bits in a dtype that every transport moves."""
     return x.view(MOVED_AS[x.dtype]) if x.dtype in MOVED_AS else x
 
 

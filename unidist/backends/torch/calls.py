@@ -22,8 +22,6 @@ _NUMBERS, _MARK_BITS = 1 << 14, 16
 
 
 class _Seen:
-    """Holds what is known of a key."""
-
     __slots__ = ("kinds", "mark", "uses")
 
     def __init__(self, mark: int) -> None:

@@ -225,7 +225,6 @@ def _wait(work: Any) -> None:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: no transport interprets what it moves."""
     return x.view(-1).view(torch.uint8)
 
 

@@ -115,7 +115,6 @@ def _existing(cluster: Cluster, device_type: DeviceType) -> Membership:
 
 
 def _chosen(default: Any) -> torch.device:
-    """The device that whoever made the group has chosen for it, with `device_id=` or as the current one."""
     bound = default.bound_device_id
     device = torch.device("cuda", torch.cuda.current_device()) if bound is None else bound
     torch.cuda.set_device(device)

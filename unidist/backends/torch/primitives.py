@@ -167,7 +167,6 @@ def _is_exchanged(x: torch.Tensor, transport: Transport) -> bool:
 
 
 def _exchanged(parts: torch.Tensor, transport: Transport) -> torch.Tensor:
-    """Starts to send each place its part of equal parts along dim 0."""
     sizes = [parts.shape[0] // transport.size] * transport.size
     found: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(parts, sizes, sizes, transport.name)
     return found

@@ -20,8 +20,6 @@ from unidist.backends.torch.shapes import resized
 
 
 class _Shapes:
-    """Collectives of tensors on torch's meta device."""
-
     def all_reduce(self, x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         return torch.empty_like(x)
 

@@ -156,7 +156,6 @@ class Transports:
 
 
 def _kinds(pg: dist.ProcessGroup) -> Mapping[str, str]:
-    """Returns what carries tensors of each kind of device in a group."""
     return c10d.BackendConfig(c10d.Backend(dist.get_backend_config(pg))).get_device_backend_map()
 
 

@@ -60,8 +60,6 @@ class Waiting:
 
 
 class _Question(Generic[T]):
-    """A question that another thread asks of the watch."""
-
     def __init__(self, function: Callable[[], T]) -> None:
         self.function = function
         self.answer: T | None = None
@@ -182,7 +180,6 @@ class Watch:
         self._post(replace(self._own, waits=(), failure=Failure.of(error, waiting.group.ranks, waiting.number)))
 
     def _look(self, old: dict[int, Waiting]) -> None:
-        """Posts what this process waits in, reads the others' posts, and ends a wait that has no end."""
         waits = {thread: _wait(waiting, thread) for thread, waiting in old.items()}
         self._post(replace(self._own, waits=tuple(waits.values()), failure=None))
         seen = {self._rank}

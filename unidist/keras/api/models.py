@@ -167,7 +167,6 @@ class Description:
         return head, body, (4,)
 
     def _picture_(self, title: str | None) -> Picture:
-        """Returns what `unidist.draw` makes of it."""
         weights = [row for row in self.rows if row.kind == "weights"]
         whole = [prod(row.shape) * row.bytes_per_device // (prod(row.local_shape) or 1) for row in weights]
         layers = of_description(weights, [row.layout for row in weights], whole, self.why)

@@ -119,8 +119,6 @@ class Telemetry(Follower):
 
 
 class _Fit:
-    """One call of fit: what its steps since the last line were."""
-
     def __init__(self, directory: Path, every: int, model: Any) -> None:
         self._every, self._model = every, model
         self.epoch = 0
@@ -270,5 +268,4 @@ def _numbers(logs: Any) -> dict[str, float]:
 
 
 def _sum(numbers: Any) -> Any:
-    """None where one is None."""
     return None if any(number is None for number in numbers) else sum(numbers)

@@ -133,7 +133,6 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         }
 
     def _rows(self, *, optimizer: bool) -> list[Row]:
-        """The rows of the optimizer's variables, or of the model's."""
         rows = describe(self.model).rows
         count = len(self.model.variables)
         return list(rows[count:] if optimizer else rows[:count])
@@ -182,7 +181,6 @@ for _name in ("optimizer", "loss", "compiled", "stop_training", "history", "metr
 
 
 def _backend(name: str, world_size: int | None, device_ids: Sequence[int | str] | None) -> DistributionBackend:
-    """The adapter of that name: the one in use if it is that, else a new one."""
     name = NAMES.get(name, name)
     if registry.has_current() and name in ("auto", session.backend().name):
         return session.backend()

@@ -150,7 +150,6 @@ def wait() -> None:
 
 
 def _write(state: State, directory: Directory, name: str) -> OSError | None:
-    """Writes what this process brings of each variable. Gives the failure, if it cannot."""
     try:
         writer = directory.writer(name, state.files, state.holders.place)
     except OSError as error:
@@ -300,7 +299,6 @@ def _has_kept(reader: Reader) -> bool:
 
 
 def _load(state: State, kept: layer_assets.Plan, what: str) -> bool:
-    """Gives layers what they keep beside their variables. Whether one has changed by it."""
     is_changed = False
 
     def load() -> None:
@@ -323,7 +321,6 @@ def _finish(model: Any, is_changed: bool) -> None:
 
 
 def _go_on_with(random: str, where: str) -> None:
-    """Raises CheckpointError: it is no random state."""
     try:
         seeds.restore(random.encode())
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -137,7 +137,6 @@ class Copies:
         agree(holders, failure or tried(slot.stand), what)
 
     def _known(self, holders: Processes) -> Nodes | None:
-        """Returns who shares memory with whom. None: not all processes have some."""
         if self._is_off:
             return None
         if self._nodes is not None and len(self._nodes.of) == holders.count:
@@ -170,7 +169,6 @@ def _of_nodes(line: Line, nodes: Nodes, own: Sequence[Part], directory: str) -> 
 
 
 def _latest(held: dict[int, list[tuple[Key, int]]]) -> Key | None:
-    """The latest step all of whose parts some node has."""
     have: dict[Key, set[int]] = {}
     for parts in held.values():
         for key, place in parts:
@@ -180,7 +178,6 @@ def _latest(held: dict[int, list[tuple[Key, int]]]) -> Key | None:
 
 
 def _exchange(line: Line, nodes: Nodes, slot: Slot) -> None:
-    """Sends the own part to the next node, and keeps that of the one before."""
     of_all = line.processes.of_all(slot.blocks, PURPOSE)
     source = next(a for a, b in nodes.pairs if b == line.processes.place)
     most = max(of_all) * BLOCK

@@ -63,7 +63,6 @@ def export(directory: str | Path, step: Step, out: Path) -> None:
 
 
 def _told_of(reader: Reader) -> tuple[str, list[str]]:
-    """The config, and the names of the variables in the order in which the model has them."""
     text, names = noted(reader)
     if isinstance(text, str):
         return text, names
@@ -71,7 +70,6 @@ def _told_of(reader: Reader) -> tuple[str, list[str]]:
 
 
 def _model_of(reader: Reader, text: str, *, is_compiled: bool) -> Any:
-    """The model, without values."""
     try:
         return model_config.model_of(text, is_compiled=is_compiled)
     # Classes of anybody's are called with arguments from a file.
@@ -82,7 +80,6 @@ def _model_of(reader: Reader, text: str, *, is_compiled: bool) -> Any:
 
 
 def _fill(model: Any, reader: Reader, names: list[str], initializers: dict[int, Any]) -> None:
-    """Gives small variables their values, and lets the others read theirs."""
     for name, held in _fitting(model, reader, names):
         if initializers.pop(id(held.variable), None) is None:
             held.put(reading(reader, name, held.dtype))

@@ -189,7 +189,6 @@ class Source:
         return found
 
     def _needed(self, name: str) -> list[list[tuple[int, int]]]:
-        """The runs of bytes that each process reads."""
         tensor, held, holders = self.tensors[name], self._wanted[name], self._holders
         sharding = held.sharding
         if sharding is None:
@@ -247,7 +246,6 @@ class Source:
 
 
 def _run(tensor: Tensor, region: Region) -> tuple[int, int]:
-    """The bytes from the first to the last row of a region."""
     if not all(n for _, n in region):
         return 0, 0
     if not tensor.shape:
@@ -263,14 +261,12 @@ def _overlap(run: tuple[int, int], piece: Piece) -> bool:
 
 
 def _parts_of(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces, or parts of long ones."""
     for piece in pieces:
         for begin in range(piece.begin, piece.end, _CHUNK):
             yield Piece(begin, min(begin + _CHUNK, piece.end), piece.place, piece.at + begin - piece.begin)
 
 
 def _grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Items of at most so many bytes together, or one."""
     group: list[T] = []
     total = 0
     for item in items:

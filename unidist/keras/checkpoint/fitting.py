@@ -49,7 +49,6 @@ def reading(reader: Reader | Source, name: str, dtype: str) -> Read:
 
 
 def _converted(value: Array, dtype: str, name: str) -> Array:
-    """Raises CheckpointError: a whole number does not fit."""
     found = value.astype(np.dtype(dtype))
     if value.dtype.kind in "iu" and (found.astype(value.dtype) != value).any():
         raise CheckpointError(f"{name}: has whole numbers that do not fit into the model's {dtype}", tensor=name)
@@ -131,6 +130,5 @@ def problem(own: Tensor | None, theirs: Tensor | None) -> str:
 
 
 def _sort(dtype: str) -> str:
-    """Numbers of one sort can be converted into each other."""
     kind = np.dtype(dtype).kind
     return "whole" if kind in "iu" else "truth" if kind == "b" else "float"

@@ -131,7 +131,6 @@ def rows_of(held: Held, share: Share) -> Iterator[tuple[int, Array]]:
 
 
 def _of_own(held: Held, share: Share, piece: Piece) -> Array:
-    """The words of a piece's rows, all of whose shards this process holds."""
     sharding, dim = share.sharding, share.dim
     if held.sharding is None:
         return _cut(held.part(0), dim, piece.start, piece.stop)

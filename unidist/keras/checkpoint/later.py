@@ -25,8 +25,6 @@ class _UnderWay:
 
 
 class _Writer:
-    """The process beside this one, and what it writes now."""
-
     def __init__(self) -> None:
         self.background: Background | None = None
         self.under_way: _UnderWay | None = None
@@ -58,7 +56,6 @@ def start(state: State, folder: Path, facts: dict[str, Any], keep: int | None, s
 
 
 def _begin(state: State, folder: Path, facts: dict[str, Any]) -> OSError | None:
-    """Gives the failure, if this process cannot."""
     background = _writer.at(state.holders.place)
     committed = {"facts": facts, "places": state.holders.count} if state.holders.place == 0 else None
     failure = state.bring(background.write, tried(background.begin))

@@ -116,7 +116,6 @@ class Keeper:
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Whatever a class raises, as a CheckpointError."""
         try:
             yield
         except CheckpointError:
@@ -221,8 +220,6 @@ def _described(values: Arrays) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class _Of:
-    """Holds what a checkpoint has of one layer."""
-
     arrays: dict[str, OfFirst] = field(default_factory=dict)
     files: dict[str, OfFirst] = field(default_factory=dict)
 
@@ -293,12 +290,10 @@ def plan(model: Any, tensors: Mapping[str, Tensor]) -> Plan:
 
 
 def _alone(keeper: Keeper) -> str:
-    """Why it is wrong that a step has nothing of a layer; "" where that keeps nothing."""
     return "its files and arrays are in the model alone" if _now(keeper.arrays) or _now(keeper.files) else ""
 
 
 def _refused(keeper: Keeper, its: _Of) -> str:
-    """Why a layer does not take what a step has of it; "" where it does."""
     layer = keeper.layer
     if its.files and (not has_files(layer) or _now(keeper.files) == {}):
         return "has files in the checkpoint, and the layer has what the program gave it"

@@ -292,7 +292,6 @@ class _Fit:
         )
 
     def _told(self) -> dict[str, Any]:
-        """The epochs that have ended, and their logs."""
         logs = {name: position.packed(values) for name, values in self._history.history.items()}
         return {"epoch": position.packed(self._history.epoch), "logs": logs}
 

@@ -54,7 +54,6 @@ class _ByTime(_AtEpochs):
         return not told
 
     def _steps_to_wait(self) -> int:
-        """0: it is time."""
         now = _now()
         each, self._looked = (now - self._looked) / self._steps, now
         remaining = self._seconds - (now - self._began)

@@ -159,7 +159,6 @@ class Walk:
     # going on ---------------------------------------------------------------------------------------------------------
 
     def _gone_on(self) -> Iterator[Any]:
-        """The steps of an epoch from a position on."""
         wanted, self._wanted = self._wanted, None
         assert wanted is not None
         # Between epochs callbacks have drawn since.

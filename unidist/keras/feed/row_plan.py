@@ -148,7 +148,6 @@ def _batch_size(dataset: Any, tf: Any) -> int:
 
 
 def _check_parts(strategy: Strategy, processes: int) -> None:
-    """Raises LayoutError unless the processes in order hold equal parts of the data shards in order."""
     each = len(session.list_devices()) // processes
     shards = strategy.data_shards
     parts = min(shards, processes)

@@ -99,7 +99,6 @@ _keeping: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def _twin(loader: Any, place: int) -> Any:
-    """A loader like another, by a sampler of own rows."""
     found = _keeping.get(loader)
     if found is None:
         init = _Apart(place, loader.worker_init_fn) if loader.num_workers and place else loader.worker_init_fn

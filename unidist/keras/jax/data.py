@@ -115,7 +115,6 @@ def _place_leaf(distribution: Any, value: Any) -> Any:
 
 
 def _is_global(value: Any, distribution: Any) -> bool:
-    """Returns whether the user has put the array on the mesh already."""
     if not isinstance(value, jax.Array):
         return False
     devices = value.sharding.device_set

@@ -192,7 +192,6 @@ def _cut(distribution: Any, x: Any) -> Any:
 
 
 def _axes_of_places(array: Any, distribution: Any) -> Axes:
-    """Returns the axes that cut an array's places: none where it has no places, or they do not divide."""
     axes = adopt(distribution).strategy.context_axes
     if not _has_places(array, distribution):
         return ()

@@ -118,7 +118,6 @@ def _all(of_first: Callable[[Array, str], Array]) -> Processes:
 
 @functools.lru_cache(maxsize=4)
 def _ranks(devices: tuple[jax.Device, ...]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each process's devices."""
     return tuple(map(ranks_of, range(jax.process_count())))
 
 

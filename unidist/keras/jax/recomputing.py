@@ -32,8 +32,6 @@ def remat(original: Any, f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Call:
-    """One call in a stateless scope."""
-
     def __init__(self, original: Any, f: Callable[..., Any], scope: Any) -> None:
         self._original, self._f, self._scope = original, f, scope
         self._loss_ids: list[int] = []

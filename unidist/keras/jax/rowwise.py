@@ -62,7 +62,6 @@ def _same_programs(more: Any, fewer: Any) -> bool:
 
 
 def _opened(program: Any) -> tuple[Any, list[Any]]:
-    """Returns a program without its constants, and them."""
     return (program.jaxpr, list(program.consts)) if isinstance(program, ClosedJaxpr) else (program, [])
 
 

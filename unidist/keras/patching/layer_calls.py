@@ -74,8 +74,6 @@ class _Entrance:
 
 
 class _Calls:
-    """One owner's own calls and what stands before them."""
-
     def __init__(self, owner: Any) -> None:
         self._links: list[tuple[Stage, Link]] = []  # the innermost first
         self._entrances = [_Entrance(owner, name, self) for name in ENTRANCES if hasattr(owner, name)]

@@ -131,7 +131,6 @@ def einsum_shape(equation: str, data: tuple[int, ...], kernel: tuple[int, ...]) 
 
 
 def _from_end(term: str, letter: str) -> int:
-    """The dim of a letter counted from the end, or from the start where "..." stands behind it."""
     if "..." not in term:
         return term.index(letter) - len(term)
     head, tail = term.split("...")

@@ -76,7 +76,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _page(file: str | None) -> Path | None:
-    """Returns where the report goes. Raises DrawingError before anything is planned."""
     if file is None:
         return None
     path = Path(file)

@@ -114,7 +114,6 @@ def _made(
     sequence: int,
     rehearse: Rehearse | None,
 ) -> Plan:
-    """`rehearse`: None where layouts alone are asked for."""
     mesh = strategy.mesh
     axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
     follow = functools.partial(to_follow, mesh=mesh, axes=axes) if rules is None else ended

@@ -176,7 +176,6 @@ class Reacher:
         return bool(hit), _confined(self.runner.candidates[member], hit, change) if hit else None
 
     def _places_in(self, layer: Any) -> dict[int, int]:
-        """Candidate -> its place in a layer."""
         if id(layer) not in self._places:
             self._places[id(layer)] = {member: place for place, member in enumerate(self.runner.members_of(layer))}
         return self._places[id(layer)]

@@ -121,7 +121,6 @@ class Repeats:
                 x.detach().fill_(0.5)
 
     def _key(self, place: Place, args: Any, kwargs: Any) -> Any:
-        """Returns what is equal for layers whose calls note the same."""
         memory: dict[int, int] = {}
 
         def token(x: Any) -> Any:

@@ -64,7 +64,6 @@ def parts(model: Any) -> list[Any]:
 
 
 def _built_for(model: Any) -> Any:
-    """The shapes that a model was built for, where it takes one thing alone."""
     shapes = getattr(model, "_build_shapes_dict", None)
     return next(iter(shapes.values())) if shapes and len(shapes) == 1 else None
 

@@ -171,7 +171,6 @@ class Runner:
 
     @property
     def _saved(self) -> Saved | None:
-        """The Saved of the run, if autograd is at work in it."""
         seen = self._trace.seen
         return seen if isinstance(seen, Saved) else None
 
@@ -309,7 +308,6 @@ def has_no_number(tensor: Any) -> bool:
 
 
 def _changed(value: Any, dim: int, change: Change) -> Any:
-    """The value with one slice moved by amounts of its own scale, in an order that no symmetry hides."""
     value = value.copy()
     size = value.shape[dim] // change.parts
     where = [slice(None)] * value.ndim

@@ -150,8 +150,6 @@ set_mesh_in_use(_mesh_in_use)
 
 
 class _PathAndShape:
-    """Holds what a Distribution asks of a variable."""
-
     _layout = None
 
     def __init__(self, path: str, shape: tuple[int, ...]) -> None:

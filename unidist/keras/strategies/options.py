@@ -68,13 +68,11 @@ def shards(zero: int, shard_axis: str | Axes | None) -> dict[str, Any]:
 
 
 def _check_choice(name: str, given: str, choices: Any) -> None:
-    """Raises ArgumentError for what is none of a Literal's choices."""
     if given not in get_args(choices):
         raise ArgumentError(f"{name}={given!r}: give one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def _check_experts(experts: str) -> None:
-    """Raises ArgumentError for no choice, and CapabilityError where Keras's backend has none."""
     _check_choice("experts", experts, Experts)
     if experts == "dispatch" and keras.config.backend() != "torch":
         raise CapabilityError(

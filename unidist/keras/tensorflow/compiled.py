@@ -74,7 +74,6 @@ class GraphCollectives:
         self.events = None if None in found else tuple(event for event in found if event is not None)
 
     def _read(self, graphs: Any, rank: int) -> Iterator[Event | None]:
-        """The events; None for a collective that cannot be read."""
         device = worlds.backend().devices[rank]
         for graph in graphs:
             nodes = {node.name: node for node in graph.node}
@@ -117,7 +116,6 @@ def _group_keys(node: Any, nodes: Mapping[str, Any]) -> list[int]:
 
 
 def _axes(members: tuple[int, ...], mesh: Mesh, rank: int) -> Axes:
-    """The fewest axes along which they stand; () where none make the group."""
     for count in range(1, len(mesh.axes) + 1):
         for axes in combinations(mesh.axis_names, count):
             if set(mesh.group(axes, rank).ranks) == set(members):

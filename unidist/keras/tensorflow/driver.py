@@ -111,7 +111,6 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _place(model: Any) -> None:
-    """Places what was made under a scope on its mesh at its first use; this is one."""
     distribution = placing.distribution_of(model)
     if distribution is not None and model.built:
         model_record.adjust(model, distribution)

@@ -141,7 +141,6 @@ def _packed(array: Array, layout: dtensor.Layout, size: int) -> Any:
 
 
 def _joined(part: Part, plan: RowPlan) -> Array:
-    """All rows on every process."""
     longest = max(part.counts)
     missing = [(0, longest - len(part.array)), *[(0, 0)] * (part.array.ndim - 1)]
     with events.for_purpose("uneven batches"):

@@ -147,7 +147,6 @@ def _place_variable(variable: Any, found: VariableLayouts, distribution: Unidist
 
 
 def _spread(variable: Any, host: Any, storage: dtensor.Layout) -> values.SpreadVariable:
-    """A variable's parts of a value that each process has made on its own: the seeds may have differed."""
     return _in_parts(variable, worlds.from_first(host) if worlds.several() else host, storage)
 
 

@@ -203,7 +203,6 @@ def _spec(begin: Any, end: Any, strides: Any, options: dict[str, Any]) -> _Spec:
 
 
 def _scalars(packed: Any) -> list[Any]:
-    """The numbers of a vector, where they are known; else scalar tensors."""
     known = tf.get_static_value(packed) if isinstance(packed, tf.Tensor) else packed
     if known is None:
         return list(tf.unstack(packed))

@@ -133,7 +133,6 @@ class _Step:
         return tree.map_structure(values.on_host, outputs)
 
     def _run(self, batch: Any) -> Any:
-        """By a program for each shape of batch: TensorFlow warns of a tf.function that is traced often."""
         if self._model.run_eagerly:
             compiled.record(self._model, self._distribution, self._kind, batch)
             with self._constants():
@@ -156,8 +155,6 @@ class _Step:
 
 
 def _signature(batch: Any) -> str:
-    """Shapes and dtypes of a batch."""
-
     def told(leaf: Any) -> str:
         return "none" if leaf is None else f"{leaf.dtype.name}{leaf.shape.as_list()}"
 
@@ -209,7 +206,6 @@ def pack(value: Any, distribution: UnidistDistribution) -> Any:
 
 
 def _without_rule(error: Exception, model: Any) -> CapabilityError | None:
-    """An error that names layer and op, where DTensor could not partition one."""
     text = str(error)
     if not _NO_RULE.search(text):
         return None

@@ -144,7 +144,6 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         return tf.executing_eagerly() and (self.waits_on is not None or not is_computing)
 
     def _wanted(self) -> dtensor.Layout | None:
-        """The layout in which it is read here; None: as it rests."""
         wanted = self.state if _reading.for_update else self.compute
         return None if wanted is None or wanted == self.layout else wanted
 

@@ -138,7 +138,6 @@ class Engine:
         return x[: tf.where(self.traced.rows(self.total)[1] > 0, tf.shape(x)[0], 0)]
 
     def _computed(self) -> tuple[Any, Any]:
-        """(start, length) of the rows that this rank computes."""
         start, length = self.traced.rows(self.total)
         return tf.where(length > 0, start, 0), tf.maximum(length, 1)
 

@@ -73,7 +73,6 @@ class Mixer:
         return whole
 
     def _own(self, x: Any) -> Any:
-        """This rank's rows of what has a row for each of the batch."""
         if not tf.is_tensor(x) or x.shape.rank in (None, 0) or x.shape[0] not in (None, self.engine.static_total()):
             return x
         own = self.engine.own_rows(self._checked(x))
@@ -114,7 +113,6 @@ def _link(mixer: Mixer, rest: Call) -> Call:
 
 
 def _subjects(container: Any) -> Iterator[Any]:
-    """The outermost layers and the operations of a graph that may mix rows."""
     yield from operations_of(container)
     for layer in container.layers:
         if is_container(layer):
@@ -124,8 +122,6 @@ def _subjects(container: Any) -> Iterator[Any]:
 
 
 class _Look:
-    """Shows one activity regularizer the rows of all ranks."""
-
     def __init__(self, current: Callable[[], Engine | None], name: str) -> None:
         self._current, self._name = current, name
 
@@ -178,7 +174,6 @@ def looks_at_other_rows(call: Callable[..., Any], args: Any, kwargs: Any, has_ro
 
 
 def _called(call: Callable[..., Any], given: tuple[Any, Any]) -> list[Any] | None:
-    """The results as arrays; None where the call has added a loss."""
     with StatelessScope(collect_losses=True) as scope:
         found = call(*given[0], **given[1])
     return None if scope.losses else [np.asarray(x) for x in tree.flatten(found) if tf.is_tensor(x)]

@@ -85,7 +85,6 @@ class _Outward:
 
 
 def _set_border(layer: Any, inner: tuple[Any, ...], is_alone: bool) -> None:
-    """`inner`: the layer and those in it."""
     known: _Outward | None = vars(layer).get(BORDER)
     if is_alone:
         known = known or _Outward(layer)

@@ -53,7 +53,6 @@ def step(here: Frame, batch: Any, apart: bool = False) -> Iterator[Any]:
 
 
 def _carried(here: Frame, rows: Rows | None, x: Any) -> Any:
-    """This rank's rows as the whole; without `rows`, of a whole tensor. Text stays as it is."""
     if not len(getattr(x, "shape", ())) or getattr(x.dtype, "kind", "f") in "OUST":
         return x
     given = torch.as_tensor(x, device=get_device())

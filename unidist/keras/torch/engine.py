@@ -138,7 +138,6 @@ class Engine:
         self._prepared = self._state()
 
     def _build(self, batches: Any) -> None:
-        """Builds what was compiled amid a training as at its begin: variables of metrics are placed with it."""
         parts = [getattr(self.model, name, None) for name in ("_compile_loss", "_compile_metrics")]
         if any(part is not None and not part.built for part in parts):
             self.model._symbolic_build(iterator=[(0, 1, batches)])
@@ -163,7 +162,6 @@ class Engine:
         )
 
     def _set_rules(self, changed: list[Any]) -> None:
-        """Gives rules to layers that are new, or are others by now."""
         model, world = self.model, self.world
         for border in self.borders:
             border.looks = None

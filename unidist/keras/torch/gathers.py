@@ -18,7 +18,6 @@ MUCH = Fraction(1, 100)
 
 
 def _gathered(here: Frame) -> Counter[str]:
-    """Operation -> how often it has gathered, in all spaces of the rank at work."""
     spaces = (space for (rank, _), space in list(here.world.spaces.items()) if rank == here.rank)
     return sum((space.gathers for space in spaces if space.gathers), Counter())
 

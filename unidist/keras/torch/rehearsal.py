@@ -156,7 +156,6 @@ def rehearse(
 
 
 def _step(model: Any, given: Any, cutting: Axes, kept: Kept | None) -> None:
-    """Forward and backward; the loss is the sum of what has a gradient."""
     kwargs = {"training": True} if model._call_has_training_arg else {}
     with torch.enable_grad():
         watching = contextlib.nullcontext() if kept is None else kept.watching()
@@ -189,7 +188,6 @@ def _is_late(variable: Any, strategy: Strategy) -> bool:
 
 
 def _called(model: Any) -> list[Any]:
-    """The layers of a model, and the operations of its graphs."""
     layers = model._flatten_layers()
     operations = (one for layer in layers if is_container(layer) for one in operations_of(layer))
     return list({id(one): one for one in (*layers, *operations)}.values())

@@ -34,7 +34,6 @@ class PlacedParameters(torch.nn.ParameterDict):
         self[variable.path] = variable._storage.parameter() if is_placed else variable.value
 
     def _storages(self, prefix: str) -> dict[str, Storage]:
-        """Key in a state dict -> the place of a variable; nothing of it is under way any more."""
         placed = {k: v._storage for k, v in self._variables.items() if k in self and isinstance(v, DistributedVariable)}
         for storage in placed.values():
             storage.parameter() if not storage.world.runs_several else outside.look(storage)
@@ -76,7 +75,6 @@ def _as_dtensor(storage: Storage) -> DTensor:
 
 
 def _own_part(storage: Storage, value: DTensor) -> torch.Tensor:
-    """This process's stored shard of a DTensor that may be laid out in another way: then a collective."""
     stored = storage.shardings.stored
     if tuple(value.shape) != stored.shape:
         return value.full_tensor()  # torch reports the wrong shape

@@ -118,7 +118,6 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         return self._whole(frame) if storage.is_sharded else self._local(frame)
 
     def _outside(self) -> torch.Tensor:
-        """The whole value where no rank is at work."""
         storage = self._storage
         if not storage.world.runs_several:
             return storage.whole(None, differentiable=torch.is_grad_enabled())

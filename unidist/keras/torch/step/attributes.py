@@ -64,7 +64,6 @@ class PerRank:
             self._left = {key: {name: content(value) for name, value in own.items()} for key, own in self._kept.items()}
 
     def _turn(self, rank: int) -> None:
-        """A rank goes on."""
         if rank == self._shown or rank not in self._held:
             return
         self._held[self._shown] = self._now()

@@ -65,7 +65,6 @@ def _of_wholes(
 
 
 def _owners() -> dict[int, Storage]:
-    """id of a part's gradient -> whose it is."""
     frame = context.frame()
     parts = (
         (one, one.states.get(one.rank_at_work(frame)))

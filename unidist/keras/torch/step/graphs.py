@@ -73,14 +73,12 @@ def _keep_what_is_under_way(graph: Graph, roots: dict[Node, Node]) -> None:
 
 
 def _is_begun(node: Node) -> bool:
-    """Returns whether a node is a collective's result that nobody has waited for."""
     target: Any = node.target
     is_collective = _is_operation(node) and target.namespace == "_c10d_functional"
     return is_collective and target is not torch.ops._c10d_functional.wait_tensor.default
 
 
 def _given(node: Node) -> Iterator[tuple[Any, Node]]:
-    """Gives each argument of an operation that is a node, behind what the schema says of it."""
     schema = node.target._schema  # type: ignore[union-attr]
     said = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
     for argument in schema.arguments:
@@ -146,7 +144,6 @@ def _read_what_is_copied(graph: Graph, roots: dict[Node, Node]) -> None:
 
 
 def _copies_whole(node: Node, roots: dict[Node, Node]) -> bool:
-    """Returns whether an operation copies over all of a memory, and nothing else."""
     into = node.args[0] if node.target in _COPIES else None
     while isinstance(into, Node) and into.target in _SAME:
         into = into.args[0]
@@ -164,7 +161,6 @@ def _is_number(node: Node) -> bool:
 
 
 def _written(node: Node, roots: dict[Node, Node]) -> list[Node]:
-    """The memory that an operation writes to."""
     found = _given(node) if _is_operation(node) else ()
     return [
         roots[given] for argument, given in found if argument.alias_info is not None and argument.alias_info.is_write

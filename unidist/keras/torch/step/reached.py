@@ -139,7 +139,6 @@ def _of_function(function: FunctionType, path: tuple[Any, ...]) -> Iterator[Plac
 
 
 def _behind(one: Any, path: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Finds what is behind a thing: members, parts of a method or a partial, functions of a class."""
     found: list[Any] = []
     if isinstance(one, (*CONTAINERS, tuple)):
         return [(value, (*path, name)) for name, value in items(one)]
@@ -205,7 +204,6 @@ def _function(value: Any) -> Iterator[FunctionType]:
 
 @functools.cache
 def _names(kind: type) -> frozenset[str]:
-    """Finds those that the methods of a class of the user's have in them: private ones beside are Keras's."""
     codes = itertools.chain.from_iterable(_codes(function.__code__) for function in functions_of(kind))
     return frozenset(
         itertools.chain.from_iterable(
@@ -216,7 +214,6 @@ def _names(kind: type) -> frozenset[str]:
 
 @functools.cache
 def _globals(code: CodeType) -> frozenset[str]:
-    """Finds those that a function reads or writes."""
     return frozenset(
         step.argval for one in _codes(code) for step in dis.get_instructions(one) if step.opname.endswith("_GLOBAL")
     )

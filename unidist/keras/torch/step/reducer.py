@@ -260,7 +260,6 @@ class Reducer:
                     self._hand_out()
 
     def _hand_out(self) -> None:
-        """Waits for the next bucket and makes its sums the gradients."""
         bucket = self.buckets[self._finished]
         views = bucket.finish()
         if self._is_own_loop:

@@ -287,7 +287,6 @@ _ByLayer = list[tuple[Any, list[DistributedVariable]]]
 
 
 def _order(by_layer: _ByLayer, reads: Sequence[Read]) -> list[int]:
-    """Numbers of the layers, in the order in which a step reads them."""
     return by_reads([[id(v._storage) for v in own] for _, own in by_layer], [id(storage) for storage, _ in reads])
 
 
@@ -298,7 +297,6 @@ def _still_there(reads: Sequence[Read], by_layer: _ByLayer) -> Sequence[Read] | 
 
 
 def _variables_by_layer(model: Any) -> _ByLayer:
-    """Each layer with its own variables, in the order of the model; a shared one counts once."""
     seen: set[int] = set()
     found = []
     for layer in model._flatten_layers():

@@ -239,7 +239,6 @@ def _in_doubles(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _standing_in(frame: Frame, storages: Sequence[Storage], values: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Inside, variables have these tensors as memory; gives what stands for them."""
     with contextlib.ExitStack() as stack:
         pairs = zip(storages, values, strict=True)
         held = [stack.enter_context(one.standing_in(frame.rank, x)) for one, x in pairs]
@@ -333,7 +332,6 @@ def _branch(branch: Callable[[], Any], trace: _Trace, before: Sequence[Tensor]) 
 
 
 def _graph() -> Graph:
-    """The graph of the trace that is going on."""
     mode = get_proxy_mode()
     if mode is None:
         raise RuntimeError("a program is traced by make_fx")

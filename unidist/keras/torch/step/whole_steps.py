@@ -151,7 +151,6 @@ class WholeSteps:
         return passing.run(program, given)
 
     def _trained(self) -> tuple[bool, ...]:
-        """Returns whether each variable trains, in their order."""
         if self._trainable[0] != self._world.choices:
             self._trainable = self._world.choices, tuple(v.trainable for v in self._model.variables)
         return self._trainable[1]
@@ -184,7 +183,6 @@ class WholeSteps:
         return program, ""
 
     def _owners(self) -> list[Any]:
-        """The objects of Keras that a step may leave tensors on."""
         model = self._model
         parts = [getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics")]
         return [*model._flatten_layers(), *model.metrics, *(part for part in parts if part is not None)]
@@ -232,7 +230,6 @@ class WholeSteps:
         _log.info("jit_compile=True: a %s step of model %r runs as it is: %s", kind, self._model.name, reason)
 
     def _all(self, is_so: bool) -> bool:
-        """Returns whether something is so in all processes."""
         world = self._world
         return all(of_places(world, world.mesh.axis_names, int(is_so), "agreement")) if world.mesh.size > 1 else is_so
 
@@ -286,7 +283,6 @@ def _tensor(x: Any) -> Any:
 
 
 def _signature(batch: Any) -> tuple[Any, ...]:
-    """The structure, shapes and dtypes of a batch, and what in it is no tensor."""
     leaves = [
         (tuple(x.shape), x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), repr(x))
         for x in tree.flatten(batch)
