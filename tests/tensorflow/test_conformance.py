@@ -5,8 +5,6 @@ All of it runs in processes of its own: TensorFlow makes its devices once.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,15 +16,13 @@ import unidist
 from tests import preloaded
 from tests.support import flights
 from tests.support.sampling import unless_all
-from tests.unit.test_door import LINES, strangers
 from tests.visible import OF_KERAS
 from unidist import events
 from unidist.backends.protocol import Array
 from unidist.errors import ProcessLostError
-from unidist.launch.request import LOOPBACK
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
-from unidist.testing.processes import ProcessWorld, free_port
+from unidist.testing.processes import ProcessWorld
 
 # Whichever Keras the tests before have run on.
 ON_TENSORFLOW = OF_KERAS["tensorflow"]
@@ -89,34 +85,6 @@ class TestTwoProcesses(ConformanceSuite):
     preload = preloaded.KERAS["tensorflow"]
     env = ON_TENSORFLOW
     timeout = 280.0
-
-
-def meets_among_strangers() -> list[list[str]]:
-    """Both sides of a meeting in this process, with strangers who come first."""
-    from unidist.backends.tensorflow import joining
-
-    os.environ["UNIDIST_TOKEN"] = "a token of this job"
-    port, found = free_port(), []
-    sides = [
-        threading.Thread(target=lambda k=k: found.append(joining._meet(f"{LOOPBACK}:{port}", 2, k, 20.0)))
-        for k in (0, 1)
-    ]
-    sides[0].start()
-    with strangers(port, [*LINES, b'{"index": 1, "port": 1}\n', b'{"index": 1, "port": 1, "token": "guessed"}\n']):
-        sides[1].start()
-        for side in sides:
-            side.join(30)
-    for _, lines in found:
-        for line in lines.values():
-            line.close()
-    return [jobs for jobs, _ in found]
-
-
-def test_strangers_are_not_met() -> None:
-    with ProcessWorld(1, launcher=None, env=ON_TENSORFLOW, timeout=60, preload=preloaded.KERAS["tensorflow"]) as world:
-        ((first, second),) = world.call(meets_among_strangers)
-    assert first == second
-    assert [job.startswith("127.0.0.1:") and job != "127.0.0.1:1" for job in first] == [True, True]
 
 
 def join_for_seconds(seconds: float) -> None:

@@ -8,22 +8,25 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 
-from unidist.backends import door
+from unidist.backends import door, meeting
 from unidist.backends.jax import roll
 from unidist.backends.lines import Line
 from unidist.errors import BackendMismatchError
 from unidist.launch.request import LOOPBACK, free_port
 
+T = TypeVar("T")
 TOKEN = "a token of this job"
+SAYS = {"process": 1, "count": 2, "port": 1}
 FALSE = [
-    {"process": 1, "count": 2},
-    {"process": 1, "count": 2, "token": "guessed"},
-    {"process": 1, "count": 3, "token": ""},
-    {"process": 1, "count": 2, "token": "\ud800"},
-    {"process": 1, "count": 2, "token": [TOKEN]},
+    SAYS,
+    {**SAYS, "token": "guessed"},
+    {**SAYS, "count": 3, "token": ""},
+    {**SAYS, "token": "\ud800"},
+    {**SAYS, "token": [TOKEN]},
 ]
 LINES = [
     b"[" * 60_000 + b"\n",
@@ -65,9 +68,9 @@ def _connected(port: int) -> socket.socket:
             time.sleep(0.01)
 
 
-def beside(function: Callable[[], roll.Roll]) -> Callable[[], roll.Roll]:
+def beside(function: Callable[[], T]) -> Callable[[], T]:
     """Runs it in a thread; a call of the result waits for it."""
-    found: list[roll.Roll | Exception] = []
+    found: list[T | Exception] = []
 
     def run() -> None:
         try:
@@ -78,7 +81,7 @@ def beside(function: Callable[[], roll.Roll]) -> Callable[[], roll.Roll]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
 
-    def finish() -> roll.Roll:
+    def finish() -> T:
         thread.join(20)
         assert found, "it still waits"
         if isinstance(found[0], Exception):
@@ -107,11 +110,25 @@ def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
         one.close()
 
 
+def test_each_hears_where_all_are() -> None:
+    port = free_port()
+    sides = [beside(lambda k=k: meeting.meet(f"{LOOPBACK}:{port}", 3, k, 15.0)) for k in (2, 0, 1)]
+    found = [side() for side in sides]
+    for _, lines in found:
+        for line in lines.values():
+            line.close()
+    assert [sorted(lines) for _, lines in found] == [[0], [1, 2], [0]]
+    places = [places for places, _ in found]
+    assert places == [places[0]] * 3
+    assert len({*places[0], f"{LOOPBACK}:{port}"}) == 4
+    assert all(place.startswith(f"{LOOPBACK}:") for place in places[0])
+
+
 def test_without_a_token_those_who_do_not_speak_as_we_do_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNIDIST_TOKEN", raising=False)
     port = free_port()
     first = called(0, port)
-    words = [{"process": "1", "count": 2}, {"process": None, "count": 2}, {"process": 1, "count": "2"}]
+    words = [{**SAYS, "process": "1"}, {**SAYS, "process": None}, {**SAYS, "count": "2"}, {**SAYS, "port": "1"}]
     with strangers(port, [*LINES[:10], *[json.dumps(said).encode() + b"\n" for said in words]]):
         second = called(1, port)
         for one in (first(), second()):

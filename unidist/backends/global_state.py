@@ -10,9 +10,10 @@ from unidist.algebra import mesh as mesh_module
 from unidist.backends import environment
 from unidist.backends.desync import line_of
 from unidist.backends.entry import Entry
+from unidist.backends.joining import check_same, joined_already
 from unidist.backends.noting import noted
 from unidist.backends.protocol import Cluster, DistributionBackend
-from unidist.errors import BackendMismatchError, BackendNotAvailableError
+from unidist.errors import BackendNotAvailableError
 from unidist.flight.recorder import open_in_environment, recorder
 
 _NONE = Entry(target="")
@@ -91,23 +92,14 @@ def initialize(cluster: Cluster, *, retimes: bool = False) -> None:
     global _joined
     adapter = current()
     if _joined == "by initialize":
-        raise BackendMismatchError(
-            "initialize was called a second time: this process has joined a world of "
-            f"{adapter.process_count()} processes; call unidist.shutdown() before joining another"
-        )
+        raise joined_already(adapter.process_index(), adapter.process_count())
     if _joined == "no":
         _join(adapter, cluster)
-    elif cluster.process_count not in (None, adapter.process_count()) or cluster.process_index not in (
-        None,
-        adapter.process_index(),
-    ):
-        raise BackendMismatchError(
-            f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but the launcher "
-            f"started this as process {adapter.process_index()} of {adapter.process_count()}"
-        )
-    elif retimes:
-        adapter.set_timeout(cluster.timeout)
-        recorder.set_timeout(cluster.timeout)
+    else:
+        check_same(cluster, adapter.process_index(), adapter.process_count(), "the launcher started this", "")
+        if retimes:
+            adapter.set_timeout(cluster.timeout)
+            recorder.set_timeout(cluster.timeout)
     _joined = "by initialize"
 
 

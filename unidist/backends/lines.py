@@ -28,6 +28,13 @@ def own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def free_port(beside: socket.socket) -> int:
+    """Returns a port that is free at the address of a socket of this process."""
+    with socket.socket(beside.family) as probe:
+        probe.bind((beside.getsockname()[0], 0))
+        return int(probe.getsockname()[1])
+
+
 class Line:
     """A connection that speaks in lines of JSON."""
 

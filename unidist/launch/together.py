@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from unidist.backends.environment import join_address, timeout
+from unidist.backends.lines import free_port
 from unidist.launch.attempt import Ended
 from unidist.launch.console import Console
 from unidist.launch.keeper import FAILED, Keeper, Terms
@@ -54,7 +54,7 @@ def go(
     with ExitStack() as stack:
         if request.node_rank == 0:
             server = listening(host, port)
-            keeper = Keeper(server, terms, lambda: _free_port(server), lambda text: console.say(f"unidist: {text}"))
+            keeper = Keeper(server, terms, lambda: free_port(server), lambda text: console.say(f"unidist: {text}"))
             stack.callback(keeper.close)
         member = Member((host, port), words, seconds)
         stack.callback(member.close)
@@ -118,9 +118,3 @@ class _Node:
     def _finish(self, finish: Finish) -> int:
         own = next((ended for ended in self._ended if ended.what and finish.what.endswith(ended.what)), Ended(0))
         return self._attempts.report(replace(own, code=finish.code, what=finish.what))
-
-
-def _free_port(server: socket.socket) -> int:
-    with socket.socket(server.family) as probe:
-        probe.bind((server.getsockname()[0], 0))
-        return int(probe.getsockname()[1])

@@ -37,7 +37,7 @@ def test_all_hear_of_process_0_being_killed_in_fit(tmp_path: Path) -> None:
     for outcome in (outcomes[1], outcomes[2]):
         assert outcome.failure is None, outcome.failure
         text, seconds, (kind, at_once) = outcome.value
-        assert "another process ended or did not come in time" in text
+        assert "another process of the group ended or did not come in time" in text
         assert seconds < 30
         assert kind == "ProcessLostError"
         assert at_once < 10

@@ -22,11 +22,11 @@ from unidist.backends.ending import has_failed
 from unidist.backends.horovod.comm import HorovodComm
 from unidist.backends.horovod.joining import Membership, join, leave
 from unidist.backends.horovod.sets import HorovodMesh, ProcessSets
+from unidist.backends.joining import joined_already
 from unidist.backends.local import Both, LocalViewBackend
 from unidist.backends.protocol import ALL_DTYPES, Capabilities, Cluster
 from unidist.backends.validation import too_few
 from unidist.errors import (
-    BackendMismatchError,
     BackendNotAvailableError,
     CapabilityError,
     DesyncError,
@@ -104,10 +104,7 @@ class HorovodBackend(LocalViewBackend[Any]):
 
     def initialize(self, cluster: Cluster) -> None:
         if self._has_joined:
-            raise BackendMismatchError(
-                f"initialize was called a second time: this is process {self.process_index()} of "
-                f"{self.process_count()} already; call unidist.shutdown() before joining another world"
-            )
+            raise joined_already(self.process_index(), self.process_count())
         self._enter(cluster)
         self._has_joined = True
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from unidist.backends.environment import detect
 from unidist.backends.horovod import rendezvous
+from unidist.backends.joining import check_same, placed
 from unidist.backends.protocol import Cluster
 from unidist.backends.turns import interrupting_nobody
-from unidist.errors import BackendMismatchError, BackendNotAvailableError
+from unidist.errors import BackendNotAvailableError
 
 # The servers of this process by their address. They stay when a world is left: the next one may be joined there.
 _servers: dict[tuple[str, int], Any] = {}
@@ -50,23 +51,15 @@ def join(cluster: Cluster, hvd: Any) -> Membership:
     if hvd.is_initialized():
         return _existing(cluster, hvd)
     launch = detect()
-    count = cluster.process_count or (launch.process_count if launch else 1)
-    index = cluster.process_index
-    if index is None:
-        index = launch.process_index if launch else 0 if count == 1 else None
     if launch is not None and launch.launcher == "horovod" and cluster.address is None:
         _check(cluster, launch.process_index, launch.process_count)
-        return _initialised(hvd, index or 0, count, cluster.timeout, {})
-    address = cluster.address or (launch.address if launch else None)
-    if index is None or (count > 1 and address is None):
-        raise BackendNotAvailableError(
-            f"a world of {count} processes needs an address and each process's index: found address {address!r}, index "
-            f"{index}. Give unidist.initialize(address, process_count, process_index), or start with "
-            f"`unidist run --backend horovod -n {count} script.py` or `horovodrun -np {count} python script.py`"
-        )
-    if count == 1 or address is None:
+        return _initialised(hvd, launch.process_index, launch.process_count, cluster.timeout, {})
+    start = "`unidist run --backend horovod -n {count} script.py` or `horovodrun -np {count} python script.py`"
+    place = placed(cluster, start)
+    if place.count == 1:
         return Membership(0, 1, cluster.timeout, False)
-    return _initialised(hvd, index, count, cluster.timeout, _at(address, count, index, cluster.timeout))
+    variables = _at(place.address, place.count, place.index, cluster.timeout)
+    return _initialised(hvd, place.index, place.count, cluster.timeout, variables)
 
 
 def leave(world: Membership, hvd: Any) -> None:
@@ -82,11 +75,7 @@ def _existing(cluster: Cluster, hvd: Any) -> Membership:
 
 
 def _check(cluster: Cluster, rank: int, size: int) -> None:
-    if cluster.process_count not in (None, size) or cluster.process_index not in (None, rank):
-        raise BackendMismatchError(
-            f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but Horovod's world has "
-            f"this as process {rank} of {size}: leave the arguments out to use that"
-        )
+    check_same(cluster, rank, size, "Horovod's world has this", ": leave the arguments out to use that")
 
 
 def _at(address: str, count: int, index: int, timeout: float) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 
-from unidist.backends import ending
+from unidist.backends import ending, joining
 from unidist.errors import DesyncError, ProcessLostError, UnidistError
 
 # Horovod raises one type for both: only its words tell a disagreement of the ranks from a peer that is gone.
@@ -68,10 +68,7 @@ def failure(error: HorovodInternalError, at: Call, told: bytes = b"") -> Unidist
             collective=at.what,
             variable=at.purpose or None,
         )
-    return ProcessLostError(
-        f"{at}: another process of the group ended or did not come in time ({line}). Look at the output of the "
-        "other processes for the first error; then start all processes again"
-    )
+    return joining.lost(str(at), line)
 
 
 def _first_line(error: Exception) -> str:
@@ -93,12 +90,7 @@ def _apart(at: Call, told: bytes) -> tuple[str, tuple[int, ...]]:
 
 def late(at: Call, timeout: float) -> ProcessLostError:
     """For a collective that Horovod would wait in for ever, because every process is alive."""
-    return ProcessLostError(
-        f"{at}: another process of the group ended or did not come in time (waited {timeout:g} s). It may be "
-        "elsewhere in its program: all ranks must come to the same collectives in the same order. Where it was only "
-        "slow, give unidist.initialize (or unidist.use('horovod', timeout=...)) a longer timeout; then start all "
-        "processes again"
-    )
+    return joining.lost(str(at), f"waited {timeout:g} s")
 
 
 def polled(is_done: Callable[[], Any]) -> Callable[[float], bool]:

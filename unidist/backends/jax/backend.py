@@ -18,6 +18,7 @@ from unidist.backends.jax.collectives import Move
 from unidist.backends.jax.devices import DTYPES, Configured, check_movable, find, make_named, make_virtual, name_of
 from unidist.backends.jax.joining import Membership, join
 from unidist.backends.jax.programs import Programs
+from unidist.backends.joining import joined_already
 from unidist.backends.noting import Kinds, Noted, told
 from unidist.backends.protocol import Array, Cluster, DistributionBackend
 from unidist.backends.traffic import report, report_steps
@@ -29,7 +30,7 @@ from unidist.backends.validation import (
     check_ranks,
     check_whole_shape,
 )
-from unidist.errors import BackendMismatchError, CapabilityError, MeshError
+from unidist.errors import CapabilityError, MeshError
 
 # What is the same on all processes in a collective on shards, by its name.
 _HOW = {"broadcast": "root", "permute": "pairs"}
@@ -77,10 +78,7 @@ class JaxBackend(DistributionBackend):
 
     def initialize(self, cluster: Cluster) -> None:
         if self._world is not None:
-            raise BackendMismatchError(
-                f"initialize was called a second time: this is process {self._world.index} of {self._world.count} "
-                "already; call unidist.shutdown() before joining another world"
-            )
+            raise joined_already(self.process_index(), self.process_count())
         self._world = join(cluster)
         self._forget()
 

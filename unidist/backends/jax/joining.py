@@ -21,9 +21,10 @@ from jax._src import xla_bridge
 from jax.extend.backend import clear_backends
 
 from unidist.backends.ending import has_failed
-from unidist.backends.environment import Launch, detect
+from unidist.backends.environment import Launch
 from unidist.backends.jax import relay, roll, waiting
 from unidist.backends.jax.devices import config
+from unidist.backends.joining import check_same, placed
 from unidist.backends.lines import is_loopback, own_address
 from unidist.backends.protocol import Cluster
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, ProcessLostError
@@ -112,19 +113,10 @@ def join(cluster: Cluster) -> Membership:
         )
     if jax.distributed.is_initialized():
         return _entered(_existing(cluster))
-    launch = detect()
-    count = cluster.process_count or (launch.process_count if launch else 1)
-    if count == 1:
+    place = placed(cluster, "`unidist run -n {count} --backend jax script.py`", address_of)
+    if place.count == 1:
         return Membership(1, 0, cluster.timeout)
-    index = launch.process_index if launch and cluster.process_index is None else cluster.process_index
-    address = cluster.address or address_of(launch)
-    if index is None or address is None:
-        raise BackendNotAvailableError(
-            f"a world of {count} processes needs an address and each process's index: found address {address!r}, index "
-            f"{index}. Give unidist.initialize(address, process_count, process_index), or start with "
-            f"`unidist run -n {count} --backend jax script.py`"
-        )
-    return _entered(_come_together(address, count, index, cluster.timeout, launch))
+    return _entered(_come_together(place.address, place.count, place.index, cluster.timeout, place.launch))
 
 
 def _come_together(address: str, count: int, index: int, timeout: float, launch: Launch | None) -> Membership:
@@ -162,11 +154,8 @@ def _until_left(present: roll.Roll, way: relay.Relay | None) -> Callable[[], Non
 
 def _existing(cluster: Cluster) -> Membership:
     count, index = jax.process_count(), jax.process_index()
-    if cluster.process_count not in (None, count) or cluster.process_index not in (None, index):
-        raise BackendMismatchError(
-            f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but jax.distributed was "
-            f"initialised as process {index} of {count}: leave the arguments out to use that, or shut it down first"
-        )
+    remedy = ": leave the arguments out to use that, or shut it down first"
+    check_same(cluster, index, count, "jax.distributed was initialised", remedy)
     return Membership(count, index, cluster.timeout)
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax._src.array import ArrayImpl
 from jax.errors import JaxRuntimeError
 
+from unidist.backends import joining
 from unidist.backends.noting import Kinds, Noted, told
 from unidist.errors import BackendMismatchError, ProcessLostError, UnidistError
 from unidist.flight.recorder import recorder
@@ -162,11 +163,7 @@ def lost(world: Membership, what: str, why: str) -> ProcessLostError:
     if world.roll is not None:
         world.roll.is_broken = True
         world.roll.given_up = world.roll.given_up or why
-    return ProcessLostError(
-        f"{what} on process {world.index} of {world.count}: another process ended or did not come in time ({why}). "
-        "Look at the output of the other processes for the first error; where they were only slow, give "
-        "unidist.initialize a longer timeout; then start all processes again"
-    )
+    return joining.lost(f"{what} on process {world.index} of {world.count}", why)
 
 
 def watch(world: Membership) -> None:

@@ -13,6 +13,7 @@ from tensorflow.experimental import dtensor
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution
 from unidist.algebra.layout import ReduceOp
+from unidist.backends.joining import joined_already
 from unidist.backends.protocol import (
     ALL_DTYPES,
     Array,
@@ -36,7 +37,7 @@ from unidist.backends.validation import (
     check_one_dtype,
     check_whole_shape,
 )
-from unidist.errors import BackendMismatchError, CapabilityError, MeshError
+from unidist.errors import CapabilityError, MeshError
 
 
 class TensorflowBackend(DistributionBackend):
@@ -73,10 +74,7 @@ class TensorflowBackend(DistributionBackend):
 
     def initialize(self, cluster: Cluster) -> None:
         if self._world is not None:
-            raise BackendMismatchError(
-                f"initialize was called a second time: this is process {self._world.index} of {self._world.count} "
-                "already; call unidist.shutdown() before joining another world"
-            )
+            raise joined_already(self.process_index(), self.process_count())
         self._world = join(cluster, self._wanted if isinstance(self._wanted, int) else 1)
         self._forget()
 

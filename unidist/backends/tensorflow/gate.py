@@ -19,6 +19,7 @@ from typing import Any
 
 from unidist import events
 from unidist.algebra import Axes
+from unidist.backends.joining import lost
 from unidist.backends.lines import Line
 from unidist.backends.noting import Kinds, Noted, told
 from unidist.errors import DesyncError, ProcessLostError
@@ -47,9 +48,9 @@ class _Book:
 
     def arrive(self, process: int, members: Members, what: str) -> None:
         with self.lock:
-            lost = {other: self.gone[other] for other in members if other in self.gone}
-            if lost:
-                self.tell[process]({"gone": list(lost.items())})
+            gone = {other: self.gone[other] for other in members if other in self.gone}
+            if gone:
+                self.tell[process]({"gone": list(gone.items())})
                 return
             present = self.come.setdefault(members, {})
             present[process] = what
@@ -176,11 +177,7 @@ class Gate:
             why = f"processes {verdict['missing']} were not there after {self.timeout:g} s"
         else:
             why = "; ".join(f"process {process} {fate}" for process, fate in verdict["gone"])
-        return ProcessLostError(
-            f"{what} on process {self._index} of {self._count}: another process of the group ended or did not come in "
-            f"time ({why}). Look at the output of the other processes for the first error; where they were only slow, "
-            "give unidist.initialize a longer timeout; then start all processes again"
-        )
+        return lost(f"{what} on process {self._index} of {self._count}", why)
 
     def close(self) -> None:
         """Leaves the gate: the others are informed, where they wait or come."""

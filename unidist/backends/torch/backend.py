@@ -15,6 +15,7 @@ from unidist import events
 from unidist.algebra import Axes, Group, Mesh, Sharding, redistribution
 from unidist.backends import environment
 from unidist.backends.ending import has_failed
+from unidist.backends.joining import joined_already
 from unidist.backends.local import Both, LocalViewBackend, Move
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
 from unidist.backends.torch import accelerators, native, tracing
@@ -28,7 +29,7 @@ from unidist.backends.torch.primitives import Traced, arrived, begin
 from unidist.backends.torch.transports import Transports
 from unidist.backends.torch.watch import Watch, can_watch
 from unidist.backends.validation import too_few
-from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
+from unidist.errors import BackendNotAvailableError, CapabilityError, MeshError
 
 TensorKind: TypeAlias = Literal["native", "dtensor"]
 
@@ -92,10 +93,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     def initialize(self, cluster: Cluster) -> None:
         if self._has_joined:
-            raise BackendMismatchError(
-                f"initialize was called a second time: this is process {self.process_index()} of "
-                f"{self.process_count()} already; call unidist.shutdown() before joining another world"
-            )
+            raise joined_already(self.process_index(), self.process_count())
         if self._world is not None and self._world.is_ours and dist.is_initialized():
             self.shutdown()  # the group of a world of one, made for a native mesh
         self._enter(join(cluster, self._device_type))

@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # exported, but not by name
 
-from unidist.backends.environment import detect
+from unidist.backends.joining import check_same, placed
 from unidist.backends.protocol import Cluster
 from unidist.backends.torch import accelerators
 from unidist.backends.torch.accelerators import DeviceType
 from unidist.backends.turns import interrupting_nobody
-from unidist.errors import BackendMismatchError, BackendNotAvailableError, UnidistError
+from unidist.errors import BackendNotAvailableError, UnidistError
 
 # The stores of this process, by where they are, and how often a world was joined there. They stay when a world is left:
 # others may still be joining through process 0's, and the next world at the same address must not meet their leftovers.
@@ -56,23 +56,13 @@ def join(cluster: Cluster, device_type: DeviceType) -> Membership:
     """
     if dist.is_initialized():
         return _existing(cluster, device_type)
-    launch = detect()
-    count = cluster.process_count or (launch.process_count if launch else 1)
-    index = cluster.process_index
-    if index is None:
-        index = launch.process_index if launch else 0 if count == 1 else None
-    address = cluster.address or (launch.address if launch else None)
-    if index is None or (count > 1 and address is None):
-        raise BackendNotAvailableError(
-            f"a world of {count} processes needs an address and each process's index: found address {address!r}, index "
-            f"{index}. Give unidist.initialize(address, process_count, process_index), or start with "
-            f"`unidist run -n {count} script.py` or `torchrun --nproc-per-node {count} script.py`"
-        )
+    place = placed(cluster, "`unidist run -n {count} script.py` or `torchrun --nproc-per-node {count} script.py`")
+    count, index, launch = place.count, place.index, place.launch
     local_index = launch.local_index if launch else None if count == 1 else index
     device = accelerators.bind(device_type, local_index)
     if count > 1:
         by_environment = launch is not None and launch.launcher == "torchrun" and cluster.address is None
-        _init("env://" if by_environment else f"tcp://{address}", count, index, device_type, cluster.timeout)
+        _init("env://" if by_environment else f"tcp://{place.address}", count, index, device_type, cluster.timeout)
         try:
             accelerators.check_apart(device, index, count, world_store())
         except UnidistError:
@@ -100,11 +90,8 @@ def retimed(world: Membership, seconds: float) -> Membership:
 
 def _existing(cluster: Cluster, device_type: DeviceType) -> Membership:
     rank, size = dist.get_rank(), dist.get_world_size()
-    if cluster.process_count not in (None, size) or cluster.process_index not in (None, rank):
-        raise BackendMismatchError(
-            f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but torch.distributed "
-            f"was initialised as process {rank} of {size}: leave the arguments out to use that, or destroy it first"
-        )
+    remedy = ": leave the arguments out to use that, or destroy it first"
+    check_same(cluster, rank, size, "torch.distributed was initialised", remedy)
     default = c10d._get_default_group()
     carries = c10d.BackendConfig(c10d.Backend(dist.get_backend_config(default))).get_device_backend_map()
     if device_type == "cuda" and carries.get("cuda") != "nccl" and not accelerators.goes_by_host():

@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from unidist.backends.joining import lost
 from unidist.errors import ProcessLostError
 
 # gloo raises plain RuntimeErrors: only their words tell a lost peer from a mistake in the arguments.
@@ -51,12 +52,7 @@ def reraise(error: RuntimeError, what: str, ranks: tuple[int, ...]) -> NoReturn:
     """Raises the ProcessLostError that an error means, or the error itself."""
     if isinstance(error, ProcessLostError) or not is_loss(error):
         raise error
-    raise ProcessLostError(
-        f"{what} over ranks {list(ranks)}: another process of the group ended or did not come in time "
-        f"({_first_line(error)}). Look at the output of the other processes for the first error; where there is none, "
-        "one ended before this one, and all must make the same calls; where they were only slow, give "
-        "unidist.initialize a longer timeout; then start all processes again"
-    ) from error
+    raise lost(f"{what} over ranks {list(ranks)}", _first_line(error)) from error
 
 
 def _first_line(error: RuntimeError) -> str:
