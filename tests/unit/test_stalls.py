@@ -193,7 +193,7 @@ def test_threads_of_the_package_are_left_out_of_stacks() -> None:
         f'  File "{python}/threading.py", line 2 in run\n\n'
         f'Thread 0x02 (most recent call first):\n  File "{python}/queue.py", line 3 in get\n'
         f'  File "{python}/site-packages/user/pool.py", line 4 in work\n\n'
-        f'Current thread 0x03 (most recent call first):\n  File "{package}/keras/phase_recording.py", line 5 in fit\n'
+        f'Current thread 0x03 (most recent call first):\n  File "{package}/keras/fit_observer.py", line 5 in fit\n'
         '  File "/home/train.py", line 6 in <module>\n'
     )
     lines = stalls.threads_of(text)

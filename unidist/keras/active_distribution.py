@@ -8,7 +8,7 @@ from typing import Any
 
 from keras import distribution as keras_distribution
 
-from unidist.keras.patching.compat import data_adapters
+from unidist.keras.patching.compat import data_adapters, global_state
 from unidist.keras.patching.patches import Hook, calling
 
 
@@ -24,7 +24,10 @@ def active(distribution: Any) -> Iterator[None]:
 
 
 def hooks() -> tuple[Hook, ...]:
-    return (Hook(data_adapters, "get_data_adapter", _reading_all, "each process reads all batches"),)
+    return (
+        Hook(data_adapters, "get_data_adapter", _reading_all, "each process reads all batches"),
+        Hook(global_state, "clear_session", _clearing, "the strategy in force stays", imported=True),
+    )
 
 
 @calling
@@ -36,6 +39,17 @@ def _reading_all(original: Any, *args: Any, **kwargs: Any) -> Any:
     """
     with active(None):
         return original(*args, **kwargs)
+
+
+@calling
+def _clearing(original: Any, free_memory: bool = True) -> None:
+    """Lets go of what Keras noted, but for the strategy in force.
+
+    A model made afterwards in the same scope would train on each device by itself, and nothing would say so.
+    """
+    distribution = keras_distribution.distribution()
+    original(free_memory)
+    keras_distribution.set_distribution(distribution)
 
 
 def all_variables(model: Any) -> list[Any]:

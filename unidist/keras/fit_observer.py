@@ -2,6 +2,8 @@
 
 Keras informs callbacks of steps by their logs, and waits for these on JAX and TensorFlow where one callback asks. Who
 follows is called without logs, and after all other callbacks: so what they have counted is of the same moment.
+
+What of a training the main thread is in is noted in this process's record (unidist.flight).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import keras
 
 from unidist.errors import ArgumentError
+from unidist.flight.recorder import recorder
 from unidist.keras.consistency.processes import taking_part
 from unidist.keras.consistency.stopping import Stopping
 from unidist.keras.patching import compat
@@ -83,6 +86,8 @@ def hooks() -> Iterator[Hook]:
     why = "steps are followed without asking for their logs"
     yield Hook(CallbackList, "on_train_batch_begin", _stepping_on, why)
     yield Hook(CallbackList, "on_train_batch_end", _stepped, why)
+    for name in ("evaluate", "predict"):
+        yield Hook(found, name, _evaluating, "what a process is at can be seen from outside")
 
 
 def trainer() -> Any:
@@ -131,7 +136,8 @@ def _fitting(original: Any) -> Any:
         given.apply_defaults()
         token = _stopping.set(None)
         try:
-            with _followed_by(_followers_in(given.arguments["callbacks"]), self, given.arguments["epochs"]):
+            followed = _followed_by(_followers_in(given.arguments["callbacks"]), self, given.arguments["epochs"])
+            with recorder.phase("program"), followed:
                 found = original(self, *args, **kwargs)
                 if (own := _stopping.get()) is not None:
                     own[1].end()
@@ -140,6 +146,15 @@ def _fitting(original: Any) -> Any:
             _stopping.reset(token)
 
     return fit
+
+
+def _evaluating(original: Any) -> Any:
+    @functools.wraps(original)
+    def entrance(*args: Any, **kwargs: Any) -> Any:
+        with recorder.phase("evaluating"):
+            return original(*args, **kwargs)
+
+    return entrance
 
 
 @calling
@@ -167,16 +182,20 @@ def _stepping_on(original: Any, self: Any, batch: int, logs: Any = None) -> None
     original(self, batch, logs)
     for follower in _of(self):
         follower.step_begins()
+    recorder.step_begins()
 
 
 @calling
 def _stepped(original: Any, self: Any, batch: int, logs: Any = None) -> None:
+    recorder.stepped()
+    recorder.enter("program")
     original(self, batch, logs)
     for stopping in _stopping_of(self):
         stopping.after_step()
     for follower in _of(self):
         # Where Keras calls callbacks in another thread, none of them has asked for the logs.
         follower.step_ended(None if self._async_train else logs)
+    recorder.enter("data")
 
 
 @calling

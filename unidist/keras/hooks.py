@@ -19,10 +19,8 @@ from unidist.keras import (
     fit_observer,
     lazy_values,
     model_config,
-    phase_recording,
     writers,
 )
-from unidist.keras.patching import clear_session
 from unidist.keras.patching.compat import READ
 from unidist.keras.patching.patches import Hook, Table
 from unidist.keras.records import model_record, variable_record
@@ -39,13 +37,11 @@ def table() -> Table:
     every = (
         model_config,
         active_distribution,
-        clear_session,
         atomic_files,
         lazy_values,
         variable_record,
         model_record,
         fit_observer,
-        phase_recording,
         writers,
     )
     return Table(hook for module in every for hook in module.hooks())

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from math import prod
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from unidist import log
 from unidist.backends.protocol import itemsize
@@ -18,7 +19,6 @@ from unidist.keras.consistency.processes import Processes
 from unidist.keras.patching.compat import saving_api
 from unidist.keras.patching.patches import Hook, calling
 
-_MEMORY = Path("/proc/meminfo")
 # What a writer calls within writes too, and is a part of it: the processes meet at its end.
 _writing: ContextVar[bool] = ContextVar("unidist_writing", default=False)
 
@@ -123,19 +123,10 @@ def check_room(model: Any) -> None:
         CapabilityError: it has less than they take.
     """
     needed = sum(prod(v.shape) * itemsize(str(v.dtype)) for v in all_variables(model) if str(v.dtype) != "string")
-    room = _available()
-    if room is not None and needed > room:
+    room = psutil.virtual_memory().available
+    if needed > room:
         raise CapabilityError(
             f"saving {model.name!r} as one file gathers {needed / 2**30:.1f} GiB in process 0, which has "
             f"{room / 2**30:.1f} GiB of memory left: unidist.save(model, directory) writes it from all processes, each "
             "its own shards"
         )
-
-
-def _available() -> int | None:
-    try:
-        lines = _MEMORY.read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None

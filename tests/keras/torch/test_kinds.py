@@ -10,7 +10,7 @@ import keras
 import pytest
 from keras import layers
 
-from unidist.keras.planning.kinds import Kinds
+from unidist.keras.planning.repeated_calls import Kinds
 
 
 @dataclass(frozen=True)

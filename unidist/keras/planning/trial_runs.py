@@ -26,9 +26,8 @@ from unidist.keras.patching.layer_calls import Call, Stage, around
 from unidist.keras.planning.activations import Seen, keeps_what_it_takes
 from unidist.keras.planning.candidates import Candidate, einsum_shape
 from unidist.keras.planning.candidates import inside as within
-from unidist.keras.planning.kinds import Kinds
-from unidist.keras.planning.random_values import RandomValues
-from unidist.keras.planning.repeated_calls import Repeats
+from unidist.keras.planning.repeated_calls import Kinds, Repeats
+from unidist.keras.planning.samples import RandomValues
 from unidist.keras.planning.saved_tensors import Saved
 
 # Random numbers that are drawn at once, and from the beginning of one window to that of the next: a prime.
