@@ -1,4 +1,4 @@
-"""What every backend does and says when a process joins a world, and when it has lost another."""
+"""Joining a world and losing a process of it: what every backend does and says."""
 
 from __future__ import annotations
 

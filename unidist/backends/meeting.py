@@ -1,4 +1,4 @@
-"""Processes find each other before a framework starts whose own world would end them where it does not come together.
+"""Processes find each other before a framework starts, which would end those that wait in vain.
 
 Process 0 listens at the address. Messages are lines of JSON: {"process", "count", "port"} to process 0; then from it
 {"places"} or {"error", "mismatch"}. The connections stay, for what the processes say to each other afterwards.

@@ -1,4 +1,4 @@
-"""Samples: small random inputs of a model, from what it says of its inputs, and random values of its variables."""
+"""Samples: small random inputs of a model, and random values of its variables."""
 
 from __future__ import annotations
 
