@@ -54,6 +54,32 @@ class Decoder(layers.Layer):
         return x + self.down(self.up(self.other(x)))
 
 
+class Masked(layers.Layer):
+    """Attends to what came before, by torch's attention: of a mask's places, or of all."""
+
+    def __init__(self, window: int | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.window, self.norm = window, layers.LayerNormalization()
+        self.attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name="attention")
+
+    def build(self, shape: Any) -> None:
+        self.attention.build(shape, shape)
+        self.norm.build(shape)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        given, places = self.norm(x), ops.arange(ops.shape(x)[1])
+        near = None if self.window is None else (places[:, None] - places[None, :] < self.window)[None]
+        return x + self.attention(given, given, attention_mask=near, use_causal_mask=True, training=training)
+
+
+def going_round(length: int) -> Any:
+    given = keras.Input((length,), dtype="int32")
+    x = Positions()(layers.Embedding(WORDS, WIDTH)(given))
+    for window in (None, 3):
+        x = Masked(window)(x)
+    return keras.Model(given, layers.Dense(WORDS, name="words")(layers.LayerNormalization()(x)))
+
+
 def net(length: int) -> Any:
     given = keras.Input((length,), dtype="int32")
     x = Positions()(layers.Embedding(WORDS, WIDTH, mask_zero=True)(given))
@@ -69,6 +95,7 @@ def trained(
     attention: str = "auto",
     batch: int = BATCH,
     rows: int = ROWS,
+    build: str = "net",
 ) -> Result:
     """Trains on the next token; `sizes`: of the mesh, None for one device. Of 5 rows a batch, places have weights."""
     fresh()
@@ -79,7 +106,7 @@ def trained(
     if sizes is not None:
         chosen = unidist.ModelParallel(unidist.Mesh(sizes), zero=zero, attention=attention, exact_random=True)
     with scope(chosen), unidist.ledger() as book:
-        model = net(length)
+        model = globals()[build](length)
         model.compile(
             keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=1.0),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),

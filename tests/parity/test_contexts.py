@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 # Cut unevenly, and evenly.
 LENGTHS = (7, 8)
 # Of six rows: whose numbers divide over two devices, and whose do not.
-BATCHES = (4, 5)
+BATCHES, ROWS = (4, 5), 6
 RUN, MADE = "tests.keras.contexts:trained", "tests.keras.contexts:made"
 AS_PROGRAMS = "tests.keras.torch.promised:run"
 TWO, FOUR = {"context": 2}, {"context": 4}
@@ -73,6 +73,29 @@ def test_it_trains_as_one_device(
         assert found["_sent"]["all_reduce"], "sums of weights' gradients"
         # Gathered keys and values send as much over 2 devices, and "auto" gathers then.
         assert found["_sent"]["all_to_all" if attention == "ulysses" else "all_gather"]
+
+
+# 16 places are dealt to 2 or 4 devices by the first and the last chunk; 7 are not.
+AROUND = [(setting, str(mesh), length) for setting, meshes in MESHES.items() for mesh in meshes for length in (7, 16)]
+
+
+@pytest.mark.parametrize(("setting", "mesh", "length"), unless_all(pairwise(AROUND), AROUND))
+def test_keys_go_round(setting: str, mesh: str, length: int, alone: Alone, worlds: Worlds) -> None:
+    sizes: dict[str, int] = eval(mesh)
+    how = length, "ring", BATCHES[0], ROWS, "going_round"
+    wanted = alone.world("torch").call(RUN, None, 0, *how)[0]
+    for found in worlds.get(setting).call(RUN, sizes, 3 if "data" in sizes else 0, *how):
+        same(found, wanted)
+        assert found["_sent"]["permute"]
+        assert not found["_sent"]["all_to_all"]
+
+
+def test_programs_whose_keys_go_round(alone: Alone, worlds: Worlds) -> None:
+    how = 8, "ring", BATCHES[0], BATCHES[0], "going_round"
+    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, *how):
+        same(found, alone.world("torch").call(RUN, None, 0, *how)[0])
+        assert found["_unfit"] == []
+        assert found["_sent"]["permute"]
 
 
 def test_programs(expected: Any, worlds: Worlds) -> None:

@@ -52,7 +52,7 @@ class Strategy:
         joint: whether one dim of a variable may be cut by several axes.
         sequence_parallel: what stands between layers with cut kernels is cut too, along the sequence (dim 1).
         context_axes: those that cut sequences, from a model's inputs to its outputs.
-        attention: how attention reads places of other parts there: "auto", "ulysses" or "gather".
+        attention: how attention reads places of other parts there: "auto", "ulysses", "gather" or "ring".
         exact_random: layers draw one device's random numbers.
         per_tensor_rows: tensors of a batch that have other numbers of rows are cut each by its own.
         remat: which layers backward computes again, as in unidist/keras/recomputing.py.

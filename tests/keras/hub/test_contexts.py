@@ -67,7 +67,7 @@ def test_bytes_of_attention(ranks: int) -> None:
     layers, steps = 2, zoo.STEPS
     u = zoo.ROWS * zoo.LENGTH * zoo._SIZES["hidden_dim"] * 4
     sent = {}
-    for attention in ("ulysses", "gather"):
+    for attention in ("ulysses", "gather", "ring"):
         with unidist.ledger() as traffic:
             zoo.train(
                 lambda: zoo.BACKBONES["llama gqa"](num_query_heads=6, num_key_value_heads=6, hidden_dim=24),
@@ -80,6 +80,8 @@ def test_bytes_of_attention(ranks: int) -> None:
     assert sent["ulysses"] == (Counter(all_to_all=8 * layers * steps), 8 * layers * steps * u * n / ranks)
     halves = Counter(all_gather=2 * layers * steps, reduce_scatter=2 * layers * steps)
     assert sent["gather"] == (halves, 4 * layers * steps * u * n)
+    # Keys and values go round, and round again with their gradients: 2 u / n at a time.
+    assert sent["ring"] == (Counter(permute=3 * (ranks - 1) * layers * steps), 6 * layers * steps * u * n)
 
 
 def test_backward_keeps_a_part_of_the_activations() -> None:
@@ -88,7 +90,7 @@ def test_backward_keeps_a_part_of_the_activations() -> None:
     sizes = {"hidden_dim": 64, "intermediate_dim": 128}
     x = {name: torch.ones((1, length), dtype=torch.int32) for name in ("token_ids", "padding_mask")}
     kept: dict[str, int] = {}
-    for attention in ("ulysses", "gather"):
+    for attention in ("ulysses", "gather", "ring"):
         chosen = strategy({"context": ranks}, attention=attention)
         model = zoo.train(lambda: zoo.BACKBONES["llama gqa"](**sizes), chosen, steps=1).model
         engine: Any = model_record.of(model).engine
@@ -96,6 +98,7 @@ def test_backward_keeps_a_part_of_the_activations() -> None:
     with zoo.quietly():
         one = kept_bytes(zoo.with_head(zoo.BACKBONES["llama gqa"](**sizes)), x)
     assert kept["ulysses"] <= 1.15 / ranks * one
+    assert kept["ring"] <= 1.15 / ranks * one
     assert kept["gather"] <= 1.25 / ranks * one  # the keys and values of all places
 
 
@@ -136,6 +139,24 @@ def test_each_collective_is_planned(zero: int) -> None:
     assert planned == sent
 
 
+@pytest.mark.parametrize("sizes", [{"context": 4}, *GRIDS], ids=str)
+@pytest.mark.parametrize("name", ["bart", "llama gqa"])
+def test_keys_go_round(name: str, sizes: dict[str, int]) -> None:
+    """Also those of an encoder, which a decoder's queries meet."""
+    with unidist.ledger() as traffic:
+        found = zoo.train(zoo.BACKBONES[name], strategy(sizes, attention="ring"))
+    zoo.assert_equal(found, zoo.alone(name))
+    round_trips = [e for e in traffic.events if e.op == "permute"]
+    layers = {"bart": 6, "llama gqa": 2}[name]
+    assert len(round_trips) == 3 * (sizes["context"] - 1) * layers * zoo.STEPS
+    assert {e.axes for e in round_trips} == {("context",)}
+
+
+def test_attention_step_by_step_does_not_go_round() -> None:
+    with pytest.raises(CapabilityError, match=r"attention='ring': a product of tensors .* call where dropout=0"):
+        zoo.train(zoo.BACKBONES["t5"], strategy({"context": 2}, attention="ring"))
+
+
 def test_arrays_of_one_batch_are_cut() -> None:
     """Which a functional model is given as they are."""
     model = zoo.train(zoo.BACKBONES["bert"], strategy({"context": 2}), steps=1).model
@@ -155,7 +176,7 @@ def kept_bytes(model: keras.Model, x: dict[str, torch.Tensor]) -> int:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"attention": "ring"}, ArgumentError, "attention='ring': give one of 'auto', 'ulysses', 'gather'"),
+        ({"attention": "rings"}, ArgumentError, "attention='rings': give one of 'auto', 'ulysses', 'gather', 'ring'"),
         ({"sequence_parallel": True}, CapabilityError, "both cut sequences"),
         ({"data_axis": "context"}, MeshError, "cannot be both a context and another axis"),
         ({"context_axis": "time"}, MeshError, "unknown axis 'time'"),

@@ -11,7 +11,7 @@ from unidist.errors import ArgumentError, CapabilityError
 from unidist.keras import recomputing
 from unidist.keras.recomputing import Remat
 
-Attention = Literal["auto", "ulysses", "gather"]
+Attention = Literal["auto", "ulysses", "gather", "ring"]
 Experts = Literal["all", "dispatch"]
 Offload = Literal["none", "states"]
 # Why TensorFlow cannot have an option, and what it does not go with in parts of sequences.

@@ -110,7 +110,9 @@ class ModelParallel(UnidistDistribution):
             makes of them. Weights are whole along these axes. Keras on torch, where lengths need not divide, or on JAX.
         attention: how places of other devices are read: "gather" gathers keys and values, "ulysses" turns queries, keys
             and values to heads and back by all_to_all (Jacobs et al. 2023, arXiv:2309.14509). "auto": whichever sends
-            less, product by product. On JAX the compiler chooses, and only "auto" goes.
+            less, product by product. "ring": keys and values go round (Liu et al. 2023, arXiv:2310.01889), for lengths
+            whose keys do not fit; it takes layers that call dot_product_attention, without dropout, and refuses others.
+            On JAX the compiler chooses, and only "auto" goes.
         sequence_parallel: between a layer whose sum is reduced and the next one with a cut kernel each device holds a
             part of the sequence (dim 1 of what has three dims or more): reduce_scatter and all_gather in place of
             all_reduce, and norms, dropout and residual sums on a part of the activations (Korthikanti et al. 2022,

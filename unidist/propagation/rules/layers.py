@@ -74,14 +74,14 @@ def attention(
             continue
         dim = state.dim
         if dim == ndim - 2 and which == 0:  # positions of q; masks have them too
-            yield Option((state, WHOLE, WHOLE, *(_masked(m, dim, ndim, state) for m in mask)), state)
+            yield Option((state, WHOLE, WHOLE, *(masked(m, dim, ndim, state) for m in mask)), state)
         if dim < ndim - 2 and shapes[which][dim] and not q[dim] % shapes[which][dim]:
             times = q[dim] // shapes[which][dim]
             ours = Cut(dim, tuple(n * times for n in state.sizes))
             shared = [_shared(ours, dim, q, one) for one in (k, v)]
             if None not in shared:
                 wants = tuple(one for one in shared if one is not None)
-                yield Option((ours, *wants, *(_masked(m, dim, ndim, ours) for m in mask)), ours)
+                yield Option((ours, *wants, *(masked(m, dim, ndim, ours) for m in mask)), ours)
 
 
 def _shared(cut: Cut, dim: int, q: Shape, other: Shape) -> State | None:
@@ -93,7 +93,8 @@ def _shared(cut: Cut, dim: int, q: Shape, other: Shape) -> State | None:
     return Cut(dim, tuple(n * other[dim] // q[dim] for n in cut.sizes))
 
 
-def _masked(mask: Shape, dim: int, ndim: int, cut: Cut) -> State:
+def masked(mask: Shape, dim: int, ndim: int, cut: Cut) -> State:
+    """The state of a mask where a dim of queries, of so many dims, is cut."""
     own = dim - ndim + len(mask)
     return Cut(own, cut.sizes) if own >= 0 and mask[own] == sum(cut.sizes) else WHOLE
 

@@ -110,7 +110,7 @@ class Space:
         lean: masks that are cut are made whole before they are spread over pairs of places.
         masks: what keeps masks of attention for backward; None: torch does.
         turns: whether products turn a cut operand to another of its dims: "less", where that sends less, or "always",
-            where operands are cut along several. Of a space of one line.
+            where operands are cut along several. "ring": not, and attention's keys go round. Of a space of one line.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Space:
         self.moves = 0
         self.fan: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.exact = self.frugal = self.holds = self.lean = False
-        self.turns: Literal["no", "less", "always"] = "no"
+        self.turns: Literal["no", "less", "always", "ring"] = "no"
         self.masks: Masks | None = None
         self.plans: dict[Any, Any] = {}
         self._specs: dict[tuple[States, Shape], Spec] = {}
@@ -172,7 +172,7 @@ class Space:
     @property
     def turning(self) -> int:
         """The places over which products may turn their operands; 0: they may not."""
-        return 0 if self.turns == "no" else self.sizes[0]
+        return self.sizes[0] if self.turns in ("less", "always") else 0
 
     def keep(self, key: Any, plan: Any) -> None:
         if len(self.plans) >= PLANS_KEPT:

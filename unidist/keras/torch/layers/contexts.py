@@ -2,8 +2,9 @@
 
 Each input of a model becomes a carrier whose dim 1 is cut (features.py), and no layer is named anywhere: operations go
 by their rules. What treats each place alone stays cut. Where queries meet keys, either keys and values are gathered, or
-all are turned to heads and back, whichever sends less. Weights are whole on each rank, and the sums of their gradients
-are one all_reduce at the end of backward, as under sequence parallelism.
+all are turned to heads and back, whichever sends less; or keys and values go round, where that is asked for. Weights
+are whole on each rank, and the sums of their gradients are one all_reduce at the end of backward, as under sequence
+parallelism.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, for attention whose heads are cut meanwhile.
 """
@@ -27,7 +28,9 @@ from unidist.keras.torch.structures import mapped
 from unidist.strategies import Strategy
 
 # How products turn what is cut, for each choice of attention.
-_TURNS: dict[str, Literal["no", "less", "always"]] = {"gather": "no", "auto": "less", "ulysses": "always"}
+_TURNS: dict[str, Literal["no", "less", "always", "ring"]] = {
+    "gather": "no", "auto": "less", "ulysses": "always", "ring": "ring",
+}  # fmt: skip
 # The purpose of what no layer with a name asks for.
 _WHY = "contexts"
 

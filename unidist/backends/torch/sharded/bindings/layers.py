@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from unidist.backends.torch.sharded.binding import Bound, Call, Composed, Local, bind, binds
+from unidist.backends.torch.sharded.bindings import rings
 from unidist.backends.torch.sharded.bindings.dims import along, nested_dims, over
 from unidist.backends.torch.sharded.space import Space
 from unidist.propagation.choosing import Decision
@@ -73,9 +74,11 @@ def _of_classes(
 
 
 @binds("scaled_dot_product_attention", (F,))
-def _attention(call: Call) -> Bound | None:
+def _attention(call: Call) -> Bound | Composed | None:
     q, k, v = (call.get(place, name) for place, name in enumerate(("query", "key", "value")))
     mask, causal = call.get(3, "attn_mask"), bool(call.get(5, "is_causal", default=False))
+    if rings.goes_round(call.space, k, v):
+        return Composed(partial(rings.attention, call.space))
     if call.get(4, "dropout_p", default=0.0) or len({len(one.shape) for one in (q, k, v)}) > 1:
         return None
     rule = partial(

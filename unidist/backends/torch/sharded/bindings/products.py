@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from unidist.backends.torch.sharded.binding import Bound, Call, Composed, binds
+from unidist.backends.torch.sharded.bindings import rings
 from unidist.backends.torch.sharded.bindings.dims import ints, nested_dims
 from unidist.propagation.rules import contractions as rules
 from unidist.propagation.rules.contractions import contraction
@@ -21,6 +22,7 @@ def _product(call: Call, given: Any, terms: Any, out: Any, bias: int | None = No
     if call.space.turns == "no":
         return partial(contraction, terms=terms, out=out, bias=bias)
     fixed = frozenset(term[dim] for x, term in zip(given, terms, strict=True) for dim in nested_dims(x))
+    rings.check_product(call.space, given, terms)
     always = call.space.turns == "always"
     return partial(contraction, terms=terms, out=out, bias=bias, turns=call.space.turning, fixed=fixed, always=always)
 
