@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
+import math
 from fractions import Fraction
 
 import keras
@@ -16,7 +19,9 @@ from tests.keras import contract
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
 from tests.support.comparing import same
 from tests.support.sampling import unless_all
+from unidist.backends.torch.sharded import owners
 from unidist.keras.records import model_record
+from unidist.keras.torch import context
 from unidist.keras.torch.params import flat_buffer, param_groups, saved
 from unidist.keras.torch.step import fused, optimizers, reducer
 
@@ -445,22 +450,63 @@ def test_optimizers(name, strategy):
     assert all(row.is_sharded for row in unidist.describe(found.model).rows if "a_kernel" in row.path)
 
 
+@pytest.fixture
+def owned(monkeypatch):
+    """Rank -> the shapes of the matrices that it orthogonalizes."""
+    found = collections.defaultdict(list)
+    computed = owners.computed
+
+    def noting(function, whole):
+        found[context.frame().rank].append(tuple(whole.shape))
+        return function(whole)
+
+    def noted(given, functions, costs, loads):
+        return computed(given, [functools.partial(noting, one) for one in functions], costs, loads)
+
+    monkeypatch.setattr(owners, "computed", noted)
+    return found
+
+
+def matrices_of(model):
+    return [tuple(v.shape) for v in model.trainable_variables if v.ndim == 2]
+
+
 @pytest.mark.parametrize("zero", [1, 3])
-def test_muon_gathers_each_matrix_once(zero):
-    """Products of parts would send each some ten times."""
-    x, y = features(8, out=4)
+def test_muon_orthogonalizes_each_matrix_on_one_rank(zero, owned):
+    """Parts go there and back: 2 (n - 1) / n of a rank's part; to gather each matrix is n / 2 times that."""
+    ranks, (x, y) = 4, features(8, out=4)
     with unidist.ledger() as book:
         found = train(even, x, y, unidist.DataParallel(zero=zero), optimizer=OPTIMIZERS["muon"])
     assert_equal(found, train(even, x, y, optimizer=OPTIMIZERS["muon"]))
-    matrices = {
-        v.path: Fraction(4 * int(np.prod(v.shape)) * 3, 4) for v in found.model.trainable_variables if v.ndim == 2
-    }
-    steps = len(found.losses)
-    own = [event for event in book.events if event.purpose in matrices]
-    assert len(own) == steps * len(matrices)
-    assert all(event.op == "all_gather" and event.bytes == matrices[event.purpose] for event in own)
-    known = ("gradient", "parameters", "metrics", "logs", *matrices)
-    assert {event.purpose for event in book.events} <= set(known)
+    steps, matrices = len(found.losses), matrices_of(found.model)
+    assert sorted(itertools.chain(*owned.values())) == sorted(steps * matrices)
+    assert sorted(map(len, owned.values())) == [steps, 2 * steps, 2 * steps, 2 * steps]  # seven on four
+    part = Fraction(4 * sum(map(math.prod, matrices)), ranks)
+    own = 4 * sum(map(math.prod, owned[0])) // steps
+    there_and_back = [event for event in book.events if event.purpose == "matrices"]
+    assert [event.op for event in there_and_back] == ["all_to_all"] * 2 * steps
+    assert [event.bytes for event in there_and_back] == [Fraction(3, 4) * x for x in (part, own)] * steps
+    assert {event.purpose for event in book.events} <= {"gradient", "parameters", "metrics", "logs", "matrices"}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: grid(1),
+        lambda: grid(3),
+        lambda: unidist.ModelParallel(unidist.Mesh({"model": 4})),
+        lambda: unidist.DataParallel(unidist.Mesh({"replica": 2, "shard": 2}), zero=3, shard_axis="shard"),
+    ],
+)
+def test_muon_orthogonalizes_what_several_axes_cut(made, owned):
+    """In parts of other sizes too. Replicas of shards each have owners; who has a whole orthogonalizes it."""
+    x, y = features()
+    found = train(mlp, x, y, made(), optimizer=OPTIMIZERS["muon"])
+    assert_equal(found, train(mlp, x, y, optimizer=OPTIMIZERS["muon"]))
+    axes = [v._storage.shardings.state.layout.sharded_axes for v in found.model.trainable_variables if v.ndim == 2]
+    wanted = sum(4 // found.model.trainable_variables[0]._storage.world.mesh.axis_size(one) for one in axes if one)
+    assert sum(map(len, owned.values())) == len(found.losses) * wanted
+    assert max(map(len, owned.values())) < len(found.losses) * len(axes), "a rank owns all"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from unidist.keras.torch.layers.sequence import SharedWeights
     from unidist.keras.torch.params.host_memory import HostStorage
     from unidist.keras.torch.params.param_groups import Fetcher
+    from unidist.keras.torch.step.matrices import Asking
     from unidist.keras.torch.world import RankWorld
 
 
@@ -102,6 +103,7 @@ class Frame:
         fetcher: what fetches values that are stored as shards, in a step that needs it (param_groups.py).
         written: what notes each variable before it is written: rematerialized calls that are going on (remat.py).
         away: slots that are on the device now, of those that rest in host memory (host_memory.py).
+        asking: what an update that needs a whole matrix asks for it (matrices.py).
     """
 
     rank: int
@@ -123,6 +125,7 @@ class Frame:
     fetcher: Fetcher | None = None
     written: tuple[Before, ...] = ()
     away: list[HostStorage] = field(default_factory=list)
+    asking: Asking | None = None
 
     @property
     def is_in_step(self) -> bool:
@@ -146,6 +149,10 @@ class Frame:
         What looks at whole variables sees wholes.
         """
         return self._having(local=False, by_rules=True)
+
+    def asking_for_matrices(self, asking: Asking | None) -> AbstractContextManager[None]:
+        """Updates that need whole matrices ask for them."""
+        return self._having(asking=asking)
 
     def stepping(self) -> AbstractContextManager[None]:
         """Variables read as in a step of the user's own."""

@@ -155,8 +155,11 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             self._storage.assign_parts(lambda index: self._convert_to_tensor(value.part(index), dtype=self._dtype))
             return value
         frame = context.frame()
-        if frame is not None and frame.by_rules and not in_stateless_scope():
+        if frame is not None and frame.by_rules and (frame.asking is not None or not in_stateless_scope()):
             value = self._convert_to_tensor(value, dtype=self._dtype)
+            if in_stateless_scope():  # of an update that is made once more (matrices.py)
+                get_stateless_scope().add_update((self, value))
+                return value
             with torch.no_grad():
                 self._storage.own(frame).copy_(seen.part_of(value, self._storage))
             return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from unidist.keras.patching.patches import Hook, calling, no_model
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params import host_memory, placing, seen, sharded_norms
-from unidist.keras.torch.step import fused
+from unidist.keras.torch.step import fused, matrices
 
 # Keras updates all variables in one go, with temporary copies of all of them: as many of these bytes at once are
 # enough to be fast. Nadam's update counts its own calls, so it is not among these.
@@ -37,6 +37,8 @@ _UPDATED_IN_TURNS = (
     optimizers.Lion,
     optimizers.RMSprop,
 )
+# What orthogonalizes matrices, where Keras has it.
+_MUON: Any = getattr(optimizers, "Muon", ())
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -195,18 +197,34 @@ def _backend_update_step(original: Any, self: Any, grads: Any, trainable_variabl
     if frame is None or not frame.local:
         return original(self, grads, trainable_variables, learning_rate)
     pairs = list(zip(grads, trainable_variables, strict=True))
-    for grad, variable in itertools.chain.from_iterable(host_memory.turns(frame, self, pairs)):
+    for turn in host_memory.turns(frame, self, pairs):
         if type(self) is Ftrl:
-            self.update_step(grad, variable, learning_rate)
+            for grad, variable in turn:
+                self.update_step(grad, variable, learning_rate)
             continue
-        with frame.updating_by_rules():
-            whole = seen.carried(variable._storage, grad) if placing.is_placed(variable) else grad
-            self.update_step(whole, variable, learning_rate)
+        updates = [functools.partial(_update_by_rules, self, frame, *pair, learning_rate) for pair in turn]
+        if isinstance(self, _MUON) and not frame.is_tracing:
+            matrices.update(frame, updates, [not self._should_use_adamw(variable) for _, variable in turn])
+            continue
+        for update in updates:
+            update()
     return None
 
 
+def _update_by_rules(self: Any, frame: Frame, grad: Any, variable: Any, learning_rate: Any) -> None:
+    with frame.updating_by_rules():
+        whole = seen.carried(variable._storage, grad) if placing.is_placed(variable) else grad
+        self.update_step(whole, variable, learning_rate)
+
+
 def _orthogonalized(original: Any, self: Any, x: Any, steps: int) -> Any:
-    """Makes Muon's update of a whole matrix, as its products of parts would send each several times."""
+    """Makes Muon's update of a whole matrix on the rank that owns it; amid a program, on each.
+
+    Its products of parts would send each several times.
+    """
+    frame = context.frame()
+    if frame is not None and frame.asking is not None and matrices.is_in_parts(x):
+        return frame.asking.ask(x, lambda whole: original(self, whole, steps))
     return original(self, carrying.whole(x), steps)
 
 
