@@ -59,11 +59,16 @@ def net() -> Any:
     return keras.Model(given, layers.Dense(WORDS, name="words")(x))
 
 
-def trained(sizes: dict[str, int] | None, zero: int = 0, experts: str = "all") -> Result:
-    """Trains on the next token; `sizes`: of the mesh, None for one device."""
+def trained(sizes: dict[str, int] | None, zero: int = 0, experts: str = "all", alike: bool = False) -> Result:
+    """Trains on the next token.
+
+    Args:
+        sizes: of the mesh, None for one device.
+        alike: all tokens are one, and choose the same two experts.
+    """
     fresh()
     rng = np.random.default_rng(5)
-    x = rng.integers(1, WORDS, (ROWS, LENGTH))
+    x = np.ones((ROWS, LENGTH), int) if alike else rng.integers(1, WORDS, (ROWS, LENGTH))
     chosen = None if sizes is None else unidist.ModelParallel(unidist.Mesh(sizes), zero=zero, experts=experts)
     with scope(chosen), unidist.ledger() as book:
         model = net()

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -342,23 +343,51 @@ def lose_a_process(lost: int, folder: str) -> None:
 
     import unidist
 
-    index = unidist.process_index()
-    stamp = Path(folder) / "killed"
-
     class Kill(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 3 and index == lost:
-                stamp.write_text(str(time.time()))
-                os.kill(os.getpid(), signal.SIGKILL)
+            if batch == 3 and unidist.process_index() == lost:
+                _die(folder)
 
     with unidist.DataParallel().scope():
         model = _model()
     x, y = np.ones((64, 4), "float32"), np.ones((64, 8), "float32")
+    _until_lost(lambda: model.fit(x, y, batch_size=4, epochs=50, verbose=0, callbacks=[Kill()]), folder)
+
+
+def lose_a_process_amid_rows(lost: int, folder: str) -> None:
+    """Kills process `lost` where the others send rows to their experts and wait for its own."""
+    import unidist
+    from tests.keras import experts
+    from unidist.keras.torch.layers.sending import Sending
+
+    original, calls = Sending._sent, iter(range(100_000))
+
+    def sent(self: Any, x: Any, *sizes: Any) -> Any:
+        if unidist.process_index() == lost and next(calls) > 30 and x.ndim > 1:
+            _die(folder)
+        return original(self, x, *sizes)
+
+    strategy = unidist.ModelParallel(unidist.Mesh({"expert": -1}), experts="dispatch")
+    with strategy.scope(), mock.patch.object(Sending, "_sent", sent):
+        model = experts.net()
+        model.compile("sgd", "mse")
+        x, y = np.ones((8, experts.LENGTH), "int32"), np.ones((8, experts.LENGTH, experts.WORDS), "float32")
+        _until_lost(lambda: model.fit(x, y, batch_size=4, epochs=50, verbose=0), folder)
+
+
+def _die(folder: str) -> None:
+    (Path(folder) / "killed").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _until_lost(fit: Callable[[], object], folder: str) -> None:
+    import unidist
+
     try:
-        model.fit(x, y, batch_size=4, epochs=50, verbose=0, callbacks=[Kill()])
+        fit()
     except unidist.ProcessLostError as error:
-        seconds = time.time() - float(stamp.read_text())
-        (Path(folder) / f"told-{index}").write_text(f"{seconds}\n{error}")
+        seconds = time.time() - float((Path(folder) / "killed").read_text())
+        (Path(folder) / f"told-{unidist.process_index()}").write_text(f"{seconds}\n{error}")
         raise SystemExit(1) from error
 
 

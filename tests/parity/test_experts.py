@@ -14,9 +14,16 @@ EXPERTS = 4
 RUN = "tests.keras.experts:trained"
 AS_PROGRAMS = "tests.keras.torch.promised:run"
 TWO, FOUR, GRID = {"model": 2}, {"model": 4}, {"data": 2, "model": 2}
-MESHES = {"sim-torch": (FOUR, GRID), "torch-2": (TWO,), "torch-4": (FOUR, GRID), "horovod-2": (TWO,)}
+# Experts that data shards share out.
+PAIR, SHARED, BESIDE = {"expert": 2}, {"data": 2, "expert": 2}, {"expert": 2, "model": 2}
+MESHES = {
+    "sim-torch": (FOUR, GRID, SHARED, BESIDE),
+    "torch-2": (TWO, PAIR),
+    "torch-4": (FOUR, GRID, SHARED, BESIDE),
+    "horovod-2": (TWO, PAIR),
+}
 PLACES = [
-    (setting, str(mesh), zero if "data" in mesh else 0, experts)
+    (setting, str(mesh), zero if "data" in mesh or "expert" in mesh else 0, experts)
     for setting, meshes in {**MESHES, "sim-jax": (FOUR, GRID), "jax-4": (GRID,)}.items()
     for mesh in meshes
     for zero in (0, 1, 3)
@@ -31,13 +38,22 @@ def test_it_trains_as_one_device(
     sizes: dict[str, int] = eval(mesh)
     framework = "jax" if "jax" in setting else "torch"
     expected = alone.world(framework).call(RUN, None)[0]
-    held = sizes["model"] * (sizes["data"] if zero == 3 else 1)
+    held = sizes.get("expert", sizes.get("model", 1)) * (sizes.get("data", 1) if zero == 3 else 1)
     for found in worlds.get(setting).call(RUN, sizes, zero, experts):
         same(found, expected)
         assert found["_held"] == dict.fromkeys(("up", "low", "down"), EXPERTS // held)
         if framework == "torch":  # on JAX the ledger is a compiled program's
-            assert found["_sent"]["all_reduce"]
+            assert found["_sent"]["all_reduce"] or "expert" in sizes
             assert ("dispatch: each expert" in found["_why"]) is (experts == "dispatch")
+
+
+@pytest.mark.parametrize("setting", ["torch-4", "sim-torch", "horovod-4"])
+def test_devices_whose_experts_nobody_chooses(setting: str, alone: Alone, worlds: Worlds) -> None:
+    """Of four devices with an expert each two get no rows, forward and backward."""
+    expected = alone.world("torch").call(RUN, None, 0, "all", True)[0]
+    for found in worlds.get(setting).call(RUN, {"expert": 4}, 0, "dispatch", True):
+        same(found, expected)
+        assert "which are sent to its device" in found["_why"]
 
 
 @pytest.mark.parametrize("setting", ["sim-jax", "sim-tensorflow"])

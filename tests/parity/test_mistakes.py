@@ -210,9 +210,18 @@ _LOST = [
 
 @pytest.mark.parametrize(("setting", "lost"), _LOST)
 def test_a_killed_process_ends_the_others_with_an_error_in_time(setting: str, lost: int, tmp_path: Path) -> None:
+    _told_in_time("lose_a_process", setting, lost, tmp_path)
+
+
+@pytest.mark.parametrize(("setting", "lost"), [("torch-2", 0), ("torch-4", 1), ("horovod-2", 1)])
+def test_so_does_one_that_is_killed_amid_rows_for_experts(setting: str, lost: int, tmp_path: Path) -> None:
+    _told_in_time("lose_a_process_amid_rows", setting, lost, tmp_path)
+
+
+def _told_in_time(run: str, setting: str, lost: int, tmp_path: Path) -> None:
     count = SETTINGS[setting].processes
     with SETTINGS[setting].world() as world:
-        outcomes = world.outcomes("tests.parity.mistakes:lose_a_process", lost, str(tmp_path))
+        outcomes = world.outcomes(f"tests.parity.mistakes:{run}", lost, str(tmp_path))
     assert {outcome.failure.kind for outcome in outcomes.values() if outcome.failure is not None} == {"ended"}
     assert len(outcomes) == count
     told = {path.name: path.read_text().split("\n", 1) for path in tmp_path.glob("told-*")}

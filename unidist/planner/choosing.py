@@ -29,13 +29,15 @@ class Chooser:
 
     Attributes:
         axes: the axes that may cut.
+        experts: those that cut stacks of kernels: axes of their own, or the same.
         paired: the layers that were chosen for pairs.
     """
 
-    def __init__(self, facts: Facts, mesh: Mesh, axes: Axes) -> None:
+    def __init__(self, facts: Facts, mesh: Mesh, axes: Axes, experts: Axes = ()) -> None:
         self.facts = facts
-        self.axes = axes
+        self.axes, self.experts = axes, experts or axes
         self.parts = mesh.axis_size(axes) if axes else 1
+        self._for_experts = mesh.axis_size(self.experts) if self.experts else 1
         self.choices: dict[int, Choice] = {}
         self.paired: set[int] = set()
         total = sum(variable.bytes for variable in facts.variables)
@@ -51,8 +53,10 @@ class Chooser:
             for layer in self.facts.layers:
                 if layer.kernel in self.choices:
                     self._as_kernel(layer)
+        if self._for_experts > 1:
             for stack in self.facts.stacks:
                 self._stack(stack)
+        if self.parts > 1:
             for index, variable in enumerate(self.facts.variables):
                 if index not in self.choices and variable.bytes >= self.large and variable.trainable:
                     self._gathered(index, variable)
@@ -157,8 +161,10 @@ class Chooser:
 
     def _stack(self, stack: StackFact) -> None:
         size = sum(self.facts.variables[index].bytes for index in stack.members)
-        if size >= self.large and stack.size % self.parts == 0:
-            choice = Choice(cut_dim(0, self.axes), f"stack: each device computes with its own of {stack.size} kernels")
+        if size >= self.large and stack.size % self._for_experts == 0:
+            choice = Choice(
+                cut_dim(0, self.experts), f"stack: each device computes with its own of {stack.size} kernels"
+            )
             self.choices.update(dict.fromkeys(stack.members, choice))
 
     def _gathered(self, index: int, variable: VariableFact) -> None:

@@ -34,7 +34,8 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
     cut over the context axes.
     """
     found = roles(facts, layouts)
-    stacks = {stack.size: axes for stack in facts.stacks if (axes := stack_axes(stack, layouts))}
+    over = [(stack, stack_axes(stack, layouts)) for stack in facts.stacks]
+    stacks = {stack.size: axes for stack, axes in over if axes and not set(axes) & set(step.data_axes)}
     total = 0.0
     for activation in facts.activations:
         of_layers = [found[k] for k in activation.behind]
@@ -45,7 +46,7 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
             parts *= step.contexts
         total += activation.bytes_at(step.sequence, step.rows) / parts
     ruled = {k for layer in facts.layers for k in (layer.kernel, layer.bias, layer.reverse)}
-    ruled.update(k for stack in facts.stacks if stack_axes(stack, layouts) for k in stack.members)
+    ruled.update(k for stack, axes in over if axes in stacks.values() for k in stack.members)
     gathered = [k for k in set(facts.kept) - ruled if layouts[k].dims]
     return round(total) + sum(facts.variables[k].bytes for k in gathered)
 

@@ -234,7 +234,8 @@ def make_plan(
     mesh, data_axes = strategy.mesh, strategy.data_axes
     is_found = rules is None
     if rules is None:
-        choices = Chooser(facts, mesh, axes).choose()
+        experts = tuple(axis for axis in strategy.expert_axes if mesh.axis_size(axis) > 1)
+        choices = Chooser(facts, mesh, axes, experts).choose()
         rules = LayoutMap(
             mesh, {v.path: c.layout for v, c in zip(facts.variables, choices, strict=True) if c.layout.dims}
         )

@@ -160,7 +160,8 @@ def _of_layers(facts: Facts, layouts: list[Layout], step: Workload) -> Iterator[
         known |= {index for index, _ in layer.beside}
         yield from _beside(facts, layouts, layer, role, step)
     for stack in facts.stacks:
-        if axes := stack_axes(stack, layouts):
+        axes = stack_axes(stack, layouts)
+        if axes and not set(axes) & set(step.data_axes):  # over data axes kernels are gathered
             known |= set(stack.members)
             for amounts in (stack.calls.taken, stack.calls.given):
                 yield from step.moved("all_reduce", axes, amounts, stack.calls.itemsize, stack.path)

@@ -14,8 +14,8 @@ from unidist.errors import ArgumentError, MeshError
 from unidist.strategies.zero import STAGES, spread
 
 Rule = Callable[[str, tuple[int, ...]], Layout]
-# The name of an axis that cuts sequences.
-CONTEXT = "context"
+# The names of axes that cut sequences, and stacks of kernels.
+CONTEXT, EXPERT = "context", "expert"
 # Which weights layers use on parts of sequences; None: there are no such parts.
 InParts = Literal["whole", "all"] | None
 
@@ -57,6 +57,8 @@ class Strategy:
         per_tensor_rows: tensors of a batch that have other numbers of rows are cut each by its own.
         remat: which layers backward computes again, as in unidist/keras/recomputing.py.
         experts: which rows stacked kernels compute: "all", or by "dispatch" those that they have a weight for.
+        expert_axes: those that cut stacks of kernels, and nothing else of a model. Where they cut the batch too, a
+            layer sees its own kernels of the stack, and their gradients are whole along these axes.
         shard_axes: the data axes that ZeRO cuts over, given as one name or several; None: all. The others hold replicas
             of the shards.
         offload: what rests in host memory between steps: "none", or the optimizer's "states".
@@ -82,6 +84,7 @@ class Strategy:
     experts: str = "all"
     shard_axes: str | Axes | None = None
     offload: str = "none"
+    expert_axes: Axes = ()
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)
@@ -115,7 +118,8 @@ class Strategy:
     def variable(self, path: str, shape: tuple[int, ...]) -> VariableLayouts:
         """The layouts of a variable, by its path and global shape."""
         ruled = self.rule(path, shape)
-        compute = ruled.with_axis(self.data_axes, "F") if self.data_axes else ruled
+        kept = set(ruled.dim_axes(0)) & set(self.expert_axes)
+        compute = ruled.with_axis(tuple(axis for axis in self.data_axes if axis not in kept), "F")
         if not self.zero:
             return VariableLayouts(storage=ruled, compute=compute, state=ruled)
         axes = self.mesh.check_axes(self.shard_axes)
@@ -140,12 +144,16 @@ class Strategy:
 
 
 def choose_axes(
-    mesh: Mesh, data_axis: str | Axes | None, model_axis: str | Axes | None, context_axes: Axes = ()
+    mesh: Mesh,
+    data_axis: str | Axes | None,
+    model_axis: str | Axes | None,
+    context_axes: Axes = (),
+    expert_axes: Axes = (),
 ) -> tuple[Axes, Axes]:
     """(data axes, model axes) of a model-parallel mesh.
 
     Named ones are taken as they are. Otherwise an axis called "data" or "batch" is the data axis; without such a
-    name the first of several axes is, and a mesh of one axis is all model.
+    name the first of several axes is, and a mesh of one axis is all model. Axes of experts cut the batch too.
 
     Raises:
         MeshError: an unknown axis, or one named for both.
@@ -157,26 +165,27 @@ def choose_axes(
         taken = mesh.check_axes(model_axis)
         data = tuple(axis for axis in others if axis not in taken)
     else:
-        named = tuple(axis for axis in others if axis in ("data", "batch"))
+        named = tuple(axis for axis in others if axis in ("data", "batch", *expert_axes))
         data = named or (others[:1] if len(others) > 1 else ())
-    model = (
-        mesh.check_axes(model_axis) if model_axis is not None else tuple(axis for axis in others if axis not in data)
-    )
+    if model_axis is not None:
+        model = mesh.check_axes(model_axis)
+    else:
+        model = tuple(axis for axis in others if axis not in (*data, *expert_axes))
     for one, other, names in (
         (data, model, "a data and a model"),
-        ((*data, *model), context_axes, "a context and another"),
+        ((*data, *model, *expert_axes), context_axes, "a context and another"),
     ):
         if both := set(one) & set(other):
             raise MeshError(f"axis {sorted(both)[0]!r} cannot be both {names} axis of {mesh}")
     return data, model
 
 
-def choose_context(mesh: Mesh, context_axis: str | Axes | None) -> Axes:
-    """The axes that cut sequences: those named, else the one called "context", if there is one.
+def named_axes(mesh: Mesh, given: str | Axes | None, name: str) -> Axes:
+    """The axes that are given, else the one of this name, if there is one.
 
     Raises:
         MeshError: an unknown axis.
     """
-    if context_axis is not None:
-        return mesh.check_axes(context_axis)
-    return tuple(axis for axis in mesh.axis_names if axis == CONTEXT)
+    if given is not None:
+        return mesh.check_axes(given)
+    return tuple(axis for axis in mesh.axis_names if axis == name)

@@ -140,11 +140,13 @@ class Rows:
         monkeypatch.setattr(outputs.Bank, "summed", counting_sums)
 
 
-GRIDS: list[dict[str, int]] = [{"model": 2}, {"data": 2, "model": 2}, {"context": 2, "model": 2}]
+SENT: list[dict[str, int]] = [{"data": 2, "expert": 2}, {"expert": 2, "model": 2}, {"expert": 2, "context": 2}]
+GRIDS: list[dict[str, int]] = [{"model": 2}, {"data": 2, "model": 2}, {"context": 2, "model": 2}, *SENT]
 OF_GRIDS = [(name, sizes) for name in MIXTURES for sizes in GRIDS]
+SOME = [OF_GRIDS[k] for k in (0, 3, 8, 10, 13, 17)]
 
 
-@pytest.mark.parametrize(("name", "sizes"), unless_all([OF_GRIDS[0], OF_GRIDS[5], OF_GRIDS[7]], OF_GRIDS), ids=str)
+@pytest.mark.parametrize(("name", "sizes"), unless_all(SOME, OF_GRIDS), ids=str)
 def test_dispatched_experts_compute_their_own_rows(
     name: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +156,58 @@ def test_dispatched_experts_compute_their_own_rows(
     assert rows.all == 0
     # Two of four experts have a weight for a token.
     assert rows.given == 2 * rows.summed > 0
-    assert "dispatch: each expert computes the rows that it has a weight for" in "".join(why(found.model).values())
+    said = "".join(why(found.model).values())
+    assert "dispatch: each expert computes the rows that it has a weight for" in said
+    assert ("which are sent to its device" in said) is ("expert" in sizes)
+    assert all(row.local_shape[0] == EXPERTS // 2 for row in unidist.describe(found.model).rows if is_kernel(row))
+
+
+def is_kernel(row: Any) -> bool:
+    return row.kind == "weights" and "/experts/" in row.path
+
+
+def test_an_axis_of_experts_cuts_nothing_else() -> None:
+    """Where it cuts no batch either, its devices compute alike but with experts; layers are cut over the model axis."""
+    strategy = unidist.ModelParallel(zoo.mesh({"data": 2, "expert": 2}), data_axis="data")
+    with unidist.ledger() as traffic:
+        found = zoo.train(zoo.BACKBONES["mixtral"], strategy)
+    zoo.assert_equal(found, zoo.alone("mixtral"))
+    cut = [row for row in unidist.describe(found.model).rows if row.kind == "weights" and row.is_sharded]
+    assert all(map(is_kernel, cut))
+    gathered = [e.bytes for e in traffic.events if e.axes == ("expert",) and e.op == "all_gather"]
+    assert max(gathered) < min(row.bytes_per_device for row in cut) / 2
+    plan = unidist.plan(found.model, zoo.mesh({"expert": 2, "model": 2}))
+    over = {row.path: row.layout for row in plan.rows if row.is_sharded}
+    assert {layout.sharded_axes for path, layout in over.items() if "/experts/" in path} == {("expert",)}
+    assert {layout.sharded_axes for path, layout in over.items() if "/experts/" not in path} == {("model",)}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_without_dispatch_kernels_are_gathered_as_planned(name: str) -> None:
+    grid = zoo.mesh({"data": 2, "expert": 2})
+    with unidist.ledger() as traffic:
+        found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(grid))
+    zoo.assert_equal(found, zoo.alone(name))
+    assert "with experts='dispatch' rows are sent to them" in "".join(why(found.model).values())
+    planned = unidist.plan(found.model, grid, batch=zoo.ROWS).predicted
+    for op in ("all_gather", "reduce_scatter"):
+        sent = sum(e.bytes for e in traffic.events if e.op == op and e.axes == ("expert",))
+        assert sent == zoo.STEPS * sum(e.bytes for e in planned.events if e.op == op and e.axes == ("expert",)) > 0
+
+
+def test_what_is_sent_is_the_rows_of_other_devices() -> None:
+    """All 6 rows choose the first device's expert: it sends no row away, and what it makes of the 3 that come.
+
+    No gradient goes back to the model's input.
+    """
+    with unidist.ledger() as traffic:
+        found, _ = weighed("all to one", unidist.ModelParallel(zoo.mesh({"expert": 2}), experts="dispatch"))
+    for a, b in zip(found, weighed("all to one", None)[0], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6, rtol=0)
+    counts, rows = 2 * 8, 3 * WIDTH * 4
+    sent = [int(e.bytes) for e in traffic.events if e.op == "all_to_all"]
+    assert sent == 3 * [counts, 0, rows, 0]
+    assert not any(e.op in ("all_gather", "reduce_scatter") for e in traffic.events if "kernel" in e.purpose)
 
 
 class Bank(keras.layers.Layer):
@@ -214,7 +267,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2}, {"data": 1, "expert": 2}], ids=str)
 @pytest.mark.parametrize("how", WAYS)
 def test_ways_to_weigh_what_experts_make(how: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not shown to be the same is computed of all rows, and says so."""

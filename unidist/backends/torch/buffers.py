@@ -81,8 +81,10 @@ class BufferedCollectives(Generic[W]):
         concat_sizes: Sequence[int],
     ) -> torch.Tensor:
         own = split_sizes[transport.index]
-        # What the group holds together decides whether anyone sends anything: all members must decide alike.
-        if prod(resized(x, {concat: sum(concat_sizes)})) == 0:
+        # What the group holds together decides whether anyone sends anything: all members must decide alike. Where
+        # rows go along one dim, no member knows how many others send.
+        held = {concat: 1 if split == concat else sum(concat_sizes)}
+        if prod(resized(x, held)) == 0:
             return x.new_empty(resized(x, {split: own, concat: sum(concat_sizes)}))
         shapes = [resized(x, {split: own, concat: n}) for n in concat_sizes]
         parts = cuts(_carried(x), split_sizes, split)

@@ -26,12 +26,20 @@ from unidist.keras.planning import samples
 from unidist.keras.planning.facts import ended, read
 from unidist.keras.records.layer_report import in_words
 from unidist.keras.strategies.layout_maps import as_layout_map
-from unidist.keras.strategies.options import Attention, Offload, contexts, offloads, shards, takes_uneven
+from unidist.keras.strategies.options import (
+    Attention,
+    Offload,
+    contexts,
+    for_experts,
+    offloads,
+    shards,
+    takes_uneven,
+)
 from unidist.planner.holding import Rehearsed
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.plan import Plan, Rehearse, make_plan, to_follow
 from unidist.strategies import Strategy
-from unidist.strategies.strategy import choose_axes, choose_context
+from unidist.strategies.strategy import CONTEXT, EXPERT, choose_axes, named_axes
 
 
 def plan(
@@ -47,6 +55,7 @@ def plan(
     sequence: int = 128,
     sequence_parallel: bool = False,
     context_axis: str | Axes | None = None,
+    expert_axis: str | Axes | None = None,
     attention: Attention = "auto",
     shard_axis: str | Axes | None = None,
     offload: Offload = "none",
@@ -69,8 +78,8 @@ def plan(
         sequence: length of open dims, for the traffic.
         sequence_parallel: the traffic is that of ModelParallel(..., sequence_parallel=True), on torch. Layouts are the
             same.
-        context_axis, attention: see ModelParallel. On JAX the sums of gradients are counted, not what attention reads
-            of other devices' places.
+        context_axis, expert_axis, attention: see ModelParallel. On JAX the sums of gradients are counted, not what
+            attention reads of other devices' places.
         offload: see DataParallel.
 
     Raises:
@@ -86,8 +95,9 @@ def plan(
         576
     """
     grid = as_mesh(mesh)
-    cutting = contexts(choose_context(grid, context_axis), attention, sequence_parallel)
-    data, axes = choose_axes(grid, data_axis, model_axis, cutting["context_axes"])
+    context, expert = named_axes(grid, context_axis, CONTEXT), named_axes(grid, expert_axis, EXPERT)
+    cutting = contexts(context, attention, sequence_parallel) | for_experts(expert)
+    data, axes = choose_axes(grid, data_axis, model_axis, context, expert)
     rules = None if _is_auto(layout_map) else as_layout_map(layout_map, grid)
     if rules is not None and rules.mesh != grid:
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")

@@ -11,10 +11,10 @@ from unidist.errors import LayoutError
 from unidist.keras.recomputing import Remat
 from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.strategies.layout_maps import as_layout_map, layouts_of, mesh_of_map
-from unidist.keras.strategies.options import Attention, Experts, Offload, contexts, options
+from unidist.keras.strategies.options import Attention, Experts, Offload, contexts, for_experts, options
 from unidist.planner.found import FoundLayouts
 from unidist.strategies import Strategy
-from unidist.strategies.strategy import choose_axes, choose_context, replicated
+from unidist.strategies.strategy import CONTEXT, EXPERT, choose_axes, named_axes, replicated
 
 
 class DataParallel(UnidistDistribution):
@@ -101,13 +101,17 @@ class ModelParallel(UnidistDistribution):
         layout_map: "auto", or a LayoutMap of unidist or of Keras.
         data_axis: the axis or axes that cut the batch. None: the axis named "data" or "batch", else the first of
             several axes, else none.
-        model_axis: the axes of the rules; None: all others.
+        model_axis: the axes of the rules; None: all others, but those of experts.
         zero: 1 or 2: each data shard reduces, and keeps the optimizer's slots of, its part of each variable; 3: it
             keeps only its part of the variables too, and gathers a layer's for its call (ZeRO, FSDP).
         auto_shard_dataset: see DataParallel.
         context_axis: the axes that cut sequences. None: the axis named "context", if there is one. Dim 1 of inputs of
             whole numbers, or of three dims or more, is cut, and each device holds its places of all that the model
             makes of them. Weights are whole along these axes. Keras on torch, where lengths need not divide, or on JAX.
+        expert_axis: the axes that cut stacks of kernels, as experts are, and no other weights. None: the axis named
+            "expert", if there is one. They cut the batch too, unless `data_axis` says otherwise. With
+            experts="dispatch" rows are then sent to the devices of their kernels by an uneven all_to_all; else kernels
+            are gathered (GShard: Lepikhin et al. 2020, arXiv:2006.16668). Keras on torch or JAX.
         attention: how places of other devices are read: "gather" gathers keys and values, "ulysses" turns queries, keys
             and values to heads and back by all_to_all (Jacobs et al. 2023, arXiv:2309.14509). "auto": whichever sends
             less, product by product. "ring": keys and values go round (Liu et al. 2023, arXiv:2310.01889), for lengths
@@ -148,6 +152,7 @@ class ModelParallel(UnidistDistribution):
         zero: int = 0,
         auto_shard_dataset: bool = True,
         context_axis: str | Axes | None = None,
+        expert_axis: str | Axes | None = None,
         attention: Attention = "auto",
         sequence_parallel: bool = False,
         exact_random: bool = False,
@@ -161,8 +166,9 @@ class ModelParallel(UnidistDistribution):
             grid = _mesh_or_all(mesh, "model")
         else:
             grid = as_mesh(mesh) if mesh is not None else mesh_of_map(layout_map)
-        context = choose_context(grid, context_axis)
-        more = contexts(context, attention, sequence_parallel) | options(
+        context, expert = named_axes(grid, context_axis, CONTEXT), named_axes(grid, expert_axis, EXPERT)
+        more = contexts(context, attention, sequence_parallel) | for_experts(expert)
+        more |= options(
             auto_shard_dataset=auto_shard_dataset,
             zero=zero,
             shard_axis=shard_axis,
@@ -179,14 +185,14 @@ class ModelParallel(UnidistDistribution):
         rules = as_layout_map(layout_map, grid)
         if rules.mesh != grid:
             raise LayoutError(f"the layout map is for {rules.mesh}, the strategy for {grid}: use one mesh")
-        data, _ = choose_axes(grid, data_axis, model_axis, context)
+        data, _ = choose_axes(grid, data_axis, model_axis, context, expert)
         strategy = Strategy(grid, data, layouts_of(rules), **more)
         super().__init__(strategy, rules)
 
     def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, more: dict[str, Any]) -> None:
         if how != "auto":
             raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
-        data, self.model_axes = choose_axes(mesh, data_axis, model_axis, more["context_axes"])
+        data, self.model_axes = choose_axes(mesh, data_axis, model_axis, more["context_axes"], more["expert_axes"])
         self.found = FoundLayouts(mesh, self.model_axes)
         strategy = Strategy(mesh, data, self.found.layout_for, **more)
         super().__init__(strategy, self.found.layout_map)

@@ -21,7 +21,6 @@ from unidist.keras.torch import data, devices, engine
 from unidist.keras.torch.hooks import table as table
 from unidist.keras.torch.hooks import writing as writing
 from unidist.keras.torch.layers import rules
-from unidist.keras.torch.layers.experts import DISPATCH
 from unidist.keras.torch.params import placing, torch_optimizers
 from unidist.keras.torch.params.host_memory import HostStorage
 from unidist.keras.torch.params.placing import is_placed
@@ -108,7 +107,7 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
         return
     is_waiting = found.traffic is None and waits(model, found.distribution)
     for layer in model._flatten_layers():
-        if (dispatch := vars(layer).get(DISPATCH)) is not None and dispatch.told:
+        if (dispatch := vars(layer).get(rules.DISPATCH)) is not None and dispatch.told:
             yield layer.path or layer.name, dispatch.told
     ruled = {id(rule.layer): rule for rule in found.rules}
     for layer in model._flatten_layers():

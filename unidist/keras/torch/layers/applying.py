@@ -7,6 +7,7 @@ Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row ru
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from unidist.keras.torch.activation_redistribute import WHOLE, cut_dim, fanned, 
 from unidist.keras.torch.carrying import space_amid
 from unidist.keras.torch.context import Frame, around_call, infers_shapes
 from unidist.keras.torch.layers import sequence
-from unidist.keras.torch.layers.rules import Rule, by_rules, cut_variables, make_rule
+from unidist.keras.torch.layers.rules import DISPATCH, Rule, by_rules, cut_variables, make_rule
 
 # On a layer: its rule.
 _RULE = "_unidist_rule"
@@ -258,6 +259,12 @@ def _stack(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> A
         return rest(*args, **kwargs)
 
 
+def _sent(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
+    """Leaves it to what sends rows to kernels (experts.py); without that these are gathered."""
+    sends = DISPATCH in vars(rule.layer) and not frame.world.rehearses
+    return (rest if sends else functools.partial(_gather, rule, frame, rest))(*args, **kwargs)
+
+
 def _by_rules(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """The layer's own operations, with carriers of its cut weights: each goes by its rule."""
     values = {id(v): _amid_rows(frame, _as_carrier(frame, v, rule.axes)) for v in cut_variables(rule.layer)}
@@ -293,5 +300,6 @@ _APPLY: dict[str, Callable[..., Any]] = {
     "row": _row,
     "vocabulary": _vocabulary,
     "stack": _stack,
+    "sent": _sent,
     "gather": _gather,
 }

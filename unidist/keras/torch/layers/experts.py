@@ -24,16 +24,17 @@ from unidist.algebra import Axes
 from unidist.backends.torch.sharded import ShardedTensor, wrap
 from unidist.backends.torch.sharded.moving import plain_in
 from unidist.keras.layer_facts import stack_of
+from unidist.keras.patching.compat import get_device
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.records.layer_report import in_words
 from unidist.keras.torch import features
 from unidist.keras.torch.context import Frame, around_call, infers_shapes
 from unidist.keras.torch.layers.outputs import Bank, Kernels, Outputs
+from unidist.keras.torch.layers.rules import DISPATCH, sending_axes
+from unidist.keras.torch.layers.sending import Sending
 from unidist.propagation.layouts import WHOLE, Cut
 from unidist.strategies import Strategy
 
-# On a layer: its Dispatch.
-DISPATCH = "_unidist_dispatch"
 # Rows that the first call compares, at most, and how near they must be.
 _COMPARED, _NEAR = 8, 1e-4
 
@@ -75,16 +76,17 @@ class Dispatch:
         reason = next(filter(None, self.reasons.values()), "")
         if reason:
             return f"all experts compute all rows: {reason}"
-        return "dispatch: each expert computes the rows that it has a weight for" if self.reasons else ""
+        sent = ", and which are sent to its device" if sending_axes(self.layer) else ""
+        return f"dispatch: each expert computes the rows that it has a weight for{sent}" if self.reasons else ""
 
     def __call__(self, frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         is_asked = infers_shapes() or frame.is_tracing or frame.world.rehearses
         if not is_asked and len(args) == 1 and isinstance(args[0], torch.Tensor) and not self.reasons.get(frame.rank):
-            axes, kernels = self._kernels(frame)
-            waiting = self._waiting(frame, functools.partial(rest, **kwargs), args[0], axes, kernels)
+            waiting = self._waiting(frame, functools.partial(rest, **kwargs), args[0], *self._kernels(frame))
             if waiting is not None:
                 return waiting
-        return rest(*args, **kwargs)
+        with frame.reading(self._wholes(frame)):
+            return rest(*args, **kwargs)
 
     def _waiting(self, frame: Frame, rest: Call, x: Any, axes: Axes, kernels: Kernels) -> torch.Tensor | None:
         """Returns what the layer would give of x; None where it is to compute it."""
@@ -96,14 +98,16 @@ class Dispatch:
             with frame.reading(some):
                 return rest(rows)  # type: ignore[no-any-return]
 
-        bank = Bank(compute, kernels, x, functools.partial(self._may_skip, frame))
+        sending = self._sending(frame)
+        wholes = None if sending is None else functools.partial(self._wholes, frame)
+        bank = Bank(compute, kernels, x, functools.partial(self._may_skip, frame), sending, wholes)
         if frame.rank not in self.reasons:
             self.reasons[frame.rank] = _agreed(frame, self._look(bank))
         if self.reasons[frame.rank]:
             return None
-        count = len(next(iter(kernels.values())))
-        out = Outputs.of(bank, (count, len(x), *self.shape), self.dtype)
-        return features.given(frame, out, 0, stack_of(self.layer)[0].shape[0], axes) if axes else out
+        own, size = len(next(iter(kernels.values()))), stack_of(self.layer)[0].shape[0]
+        out = Outputs.of(bank, (size if sending else own, len(x), *self.shape), self.dtype)
+        return features.given(frame, out, 0, size, axes) if axes else out
 
     def _of_parts(
         self, frame: Frame, rest: Call, x: ShardedTensor, axes: Axes, kernels: Kernels
@@ -119,11 +123,24 @@ class Dispatch:
         return None if part is None else wrap(part, space.spec_of(behind, part.shape))
 
     def _kernels(self, frame: Frame) -> tuple[Axes, Kernels]:
-        """The axes that cut the stack, and this rank's kernels of each variable, by its id."""
+        """The axes that cut the stack, but not rows, and this rank's kernels of each variable, by its id."""
+        if sending_axes(self.layer):
+            return (), {id(v): v.local(frame) for v in stack_of(self.layer)}
         values = {id(v): v.value for v in stack_of(self.layer)}
         cut = [x for x in values.values() if type(x) is ShardedTensor]
         axes = cut[0].spec.space.lines[0] if cut else ()
         return axes, {k: x.local if type(x) is ShardedTensor else x for k, x in values.items()}
+
+    def _sending(self, frame: Frame) -> Sending | None:
+        """Returns what sends rows to other ranks' kernels, where the stack is cut over data axes."""
+        axes = sending_axes(self.layer)
+        if not axes:
+            return None
+        return Sending(frame, axes, stack_of(self.layer)[0]._storage.sharding.pieces(frame.rank, 0, axes))
+
+    def _wholes(self, frame: Frame) -> Kernels:
+        """All kernels of a stack that is cut over data axes; of another one nothing."""
+        return {id(v): v.whole(frame) for v in stack_of(self.layer)} if sending_axes(self.layer) else {}
 
     def _look(self, bank: Bank) -> str:
         """Compares what all kernels make of some rows with what some make of some; says what is otherwise."""
@@ -173,7 +190,7 @@ def _agreed(frame: Frame, reason: str) -> str:
     axes = tuple(axis for axis in world.mesh.axis_names if world.mesh.axis_size(axis) > 1)
     if not axes:
         return reason
-    count = features.space_over(frame, axes).all_reduce(torch.tensor([float(bool(reason))]), (0,))
+    (count,) = world.summed([torch.tensor(float(bool(reason)), device=get_device())], axes)
     return reason or ("it is so on another device" if count.item() else "")
 
 

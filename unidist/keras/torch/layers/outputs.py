@@ -9,6 +9,7 @@ import torch
 
 from unidist.backends.torch.sharded.nested import PLAIN
 from unidist.errors import CapabilityError
+from unidist.keras.torch.layers.sending import Sending
 
 Tensor = torch.Tensor
 _Tensor: Any = torch.Tensor
@@ -24,31 +25,48 @@ class Bank:
     Args:
         compute: the layer. kernels: this rank's of each stacked variable, by the id of that. rows: (rows, ...).
         may_skip: asked with the weights of a sum, (kernels, rows): whether those that are zero may be left out.
+        sending: sends rows to other ranks' kernels; None: there are none beside this rank's.
+        wholes: gathers all kernels then.
     """
 
-    def __init__(self, compute: Compute, kernels: Kernels, rows: Tensor, may_skip: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        kernels: Kernels,
+        rows: Tensor,
+        may_skip: Callable[[Tensor], bool],
+        sending: Sending | None = None,
+        wholes: Callable[[], Kernels] | None = None,
+    ) -> None:
         self.compute, self.kernels, self.rows, self.may_skip = compute, kernels, rows, may_skip
+        self._sending, self._wholes = sending, wholes
 
     def all(self) -> Tensor:
         """Computes all kernels on all rows: (kernels, rows, ...)."""
-        return self.compute(self.kernels, self.rows)
+        return self.compute(self.kernels if self._wholes is None else self._wholes(), self.rows)
 
     def summed(self, weights: Tensor) -> Tensor:
         """The sum over kernels of what each makes of a row, times its weight: (rows, ...)."""
         if not self.may_skip(weights):
             out = self.all()
             return (out * _over(weights, out)).sum(0)
+        chosen = weights.detach() != 0
+        places, counts = chosen.nonzero()[:, 1], chosen.sum(1)
+        rows = self.rows.index_select(0, places)
+        if self._sending is None:
+            made = self._by_kernel(rows, counts)
+        else:
+            made = self._sending.through(self._by_kernel, rows, counts)
+        made = made * _over(weights.masked_select(chosen), made)
+        return made.new_zeros((len(self.rows), *made.shape[1:])).index_add(0, places, made)
+
+    def _by_kernel(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Computes each of this rank's kernels on its own of these rows, which are in the order of kernels."""
         # One node of the graph for all: a slice's gradient would be a stack of zeros for each.
         each = zip(*(kernel.split(1) for kernel in self.kernels.values()), strict=True)
-        places, parts = [], []
-        for own, chosen, weight in zip(each, weights.detach() != 0, weights.unbind(), strict=True):
-            place = chosen.nonzero().flatten()
-            # Also of no rows: each kernel has its gradient.
-            part = self.compute(dict(zip(self.kernels, own, strict=True)), self.rows.index_select(0, place))[0]
-            places.append(place)
-            parts.append(part * _over(weight.index_select(0, place), part))
-        part, rows = torch.cat(parts), len(self.rows)
-        return part.new_zeros((rows, *part.shape[1:])).index_add(0, torch.cat(places), part)
+        # Also of no rows: each kernel has its gradient.
+        parts = zip(each, rows.split(counts.tolist()), strict=True)
+        return torch.cat([self.compute(dict(zip(self.kernels, own, strict=True)), part)[0] for own, part in parts])
 
 
 def _over(weights: Tensor, values: Tensor) -> Tensor:

@@ -17,13 +17,16 @@ from unidist.keras.layers import computes_as, keeps_to_its_kernel, more_than_its
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params.variables import DistributedVariable
 
+# On a layer of stacked kernels: its Dispatch (experts.py).
+DISPATCH = "_unidist_dispatch"
+
 
 @dataclass(eq=False)
 class Rule:
     """Says how one layer is called.
 
     Attributes:
-        kind: "column", "row", "vocabulary", "stack" or "gather".
+        kind: "column", "row", "vocabulary", "stack", "sent" (rows go to the devices of a stack's kernels) or "gather".
         axes: the model axes that cut its kernel, along `dim` of it.
         in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
         in_parts: sequence parallelism: what it sums over the ranks goes on as parts of the sequence.
@@ -79,6 +82,10 @@ def told(rule: Rule) -> str:
         return "vocabulary: each device looks up the entries that it holds"
     if rule.kind == "stack":
         return "stack: each device computes with its part of the kernels, each operation by its rule"
+    if rule.kind == "sent":
+        if DISPATCH in vars(rule.layer):
+            return "stack: each device keeps its part of the kernels"
+        return _gathered("the batch is cut over the axes of its kernels; with experts='dispatch' rows are sent to them")
     if rule.kind == "column":
         return "column: its outputs stay cut, until an operation needs all of them"
     return _OF_ROWS[rule.comes_cut]
@@ -109,13 +116,32 @@ def is_sharded(variable: Any) -> bool:
     return isinstance(variable, DistributedVariable) and variable._storage.is_sharded
 
 
+def stack_axes(layer: Any) -> Axes:
+    """Returns the axes that cut all that is cut of a layer's stack along its kernels alone; else ()."""
+    cuts = {v._storage.layout.dims for v in stack_of(layer) if is_sharded(v)}
+    dims: tuple[Axes, ...] = cuts.pop() if len(cuts) == 1 else ()
+    return dims[0] if len(dims) == 1 else ()
+
+
+def sending_axes(layer: Any) -> Axes:
+    """Returns the same where these axes cut the batch too; else ()."""
+    axes = stack_axes(layer)
+    return axes if axes and set(axes) <= set(_data_axes(layer)) else ()
+
+
+def _data_axes(layer: Any) -> Axes:
+    return cut_variables(layer)[0]._storage.world.data_axes  # type: ignore[no-any-return]
+
+
 # finding a rule: or why there is none but to gather -------------------------------------------------------------------
 
 
 def _found(layer: Any) -> Rule | str:
     finder = _FINDERS.get(computes_as(layer))
-    if axes := _cut_of_stack(layer):
+    if (axes := stack_axes(layer)) and not set(axes) & set(_data_axes(layer)):
         return Rule(layer, "stack", axes)
+    if axes := sending_axes(layer):
+        return Rule(layer, "sent", axes)
     if finder is None:
         name, base = type(layer).__name__, own_call(layer)
         what = f"computes otherwise than the {base} that it inherits from" if base else "has no rule for shards"
@@ -133,15 +159,6 @@ def _cut_of(kernel: Any) -> tuple[int, Axes] | str:
     if any(axis in data for _, axes in cuts for axis in axes):
         return "a data axis cuts its kernel"
     return cuts[0] if len(cuts) == 1 else f"{len(cuts)} dims of its kernel are cut"
-
-
-def _cut_of_stack(layer: Any) -> Axes:
-    """Returns the model axes that cut a stack of kernels by its first dim; () if some are cut otherwise."""
-    cuts = {_cut_of(v) for v in stack_of(layer) if is_sharded(v)}
-    if len(cuts) != 1 or isinstance(cut := cuts.pop(), str):
-        return ()
-    dim, axes = cut
-    return axes if dim == 0 else ()
 
 
 def _find_dense(layer: Any) -> Rule | str:
