@@ -18,6 +18,7 @@ from unidist.keras.jax import layouts, placing, saving
 from unidist.keras.jax import processes as _processes
 from unidist.keras.jax.hooks import table as table
 from unidist.keras.jax.saving import held as held
+from unidist.keras.jax.experts.stacks import TOLD
 from unidist.keras.records import model_record
 from unidist.keras.records.layer_report import of_partitioned
 from unidist.keras.strategies.distribution import adopt
@@ -107,6 +108,9 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
         found = layouts.placement(variable, distribution)
         return layouts.of_native(found.storage), layouts.of_native(found.compute)
 
+    for layer in model._flatten_layers():
+        if said := vars(layer).get(TOLD):
+            yield layer.path or layer.name, said
     yield from of_partitioned(model, layouts_of, adopt(distribution).strategy.data_axes, "XLA's partitioner")
 
 

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from keras import Model
 
 from unidist.keras.jax import layouts, placing, regions, zero_collectives
+from unidist.keras.jax.experts import weighing
 from unidist.keras.patching.compat import in_stateless_scope
 from unidist.keras.patching.patches import calling
 from unidist.keras.strategies.distribution import adopt
@@ -42,7 +43,10 @@ def calling_stateless(
         non_trainable_variables = _each(_gathered, others, non_trainable_variables)
     try:
         with regions.entering(region):
-            return original(self, trainable_variables, non_trainable_variables, *args, **kwargs)
+            given = (self, trainable_variables, non_trainable_variables, *args)
+            if distribution is None or adopt(distribution).strategy.experts != "dispatch":
+                return original(*given, **kwargs)
+            return weighing.calling(self, distribution, original, (given, kwargs))
     finally:
         if distribution is not None and not in_stateless_scope():
             regions.forget_losses(self)

@@ -78,7 +78,7 @@ def calling_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         region.begin()
     if region is None or not any(id(v) in region.cuts for v in _of_unit(self)):
         return original(self, *args, **kwargs)
-    call = _Call.of(self, functools.partial(original, self), args, kwargs)
+    call = LayerCall.of(self, functools.partial(original, self), args, kwargs)
     if call is not None and not region.was_written(self) and (program := call.proven()) is not None:
         return call.on_shards(region, program)
     # No collectives inside of a loop over time.
@@ -132,7 +132,7 @@ class _Scope(StatelessScope):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class _Call:
+class LayerCall:
     """A layer's call, its arrays apart from all else that it is given.
 
     Attributes:
@@ -153,7 +153,7 @@ class _Call:
     has_rows: list[bool]
 
     @classmethod
-    def of(cls, layer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> _Call | None:
+    def of(cls, layer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> LayerCall | None:
         """None where it takes no rows, or numbers besides whose gradient no shard has whole."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -198,7 +198,7 @@ class _Call:
         except Exception:
             # Whatever it has against other numbers of rows than its own. The call itself raises what it has to raise.
             return None
-        return programs[0] if rowwise.is_row_wise(*programs) else None
+        return programs[0] if rowwise.is_row_wise(programs[0], programs[1]) else None
 
     def _traced(self, values: Any, arrays: Any) -> Any:
         outputs, masks, _ = self.run(values, arrays)

@@ -43,13 +43,13 @@ class Equation:
     fewer: dict[str, Any]
 
 
-def is_row_wise(more: ClosedJaxpr, fewer: ClosedJaxpr) -> bool:
+def is_row_wise(more: ClosedJaxpr, fewer: ClosedJaxpr, dim: int = 0) -> bool:
     """Returns whether the programs of one function, traced with SIZES rows, treat each row alone.
 
-    They must give rows only.
+    They must give rows only, along this dim.
     """
     outputs = zip(more.jaxpr.outvars, fewer.jaxpr.outvars, strict=False)
-    return _same_programs(more, fewer) and all(_row_dim(a, b) == 0 for a, b in outputs)
+    return _same_programs(more, fewer) and all(_row_dim(a, b) == dim for a, b in outputs)
 
 
 def _same_programs(more: Any, fewer: Any) -> bool:

@@ -79,7 +79,8 @@ def plan(
         sequence_parallel: the traffic is that of ModelParallel(..., sequence_parallel=True), on torch. Layouts are the
             same.
         context_axis, expert_axis, attention: see ModelParallel. On JAX the sums of gradients are counted, not what
-            attention reads of other devices' places.
+            attention reads of other devices' places. Where data axes cut kernels of a stack, these are counted as
+            gathered: how many rows experts="dispatch" sends in their place is known in a step alone.
         offload: see DataParallel.
 
     Raises:

@@ -74,10 +74,11 @@ def _check_choice(name: str, given: str, choices: Any) -> None:
 
 def _check_experts(experts: str) -> None:
     _check_choice("experts", experts, Experts)
-    if experts == "dispatch" and keras.config.backend() != "torch":
+    if experts == "dispatch" and keras.config.backend() == "tensorflow":
         raise CapabilityError(
-            f"experts='dispatch': with Keras on {keras.config.backend()!r} steps are compiled, and how many rows an "
-            "expert has is known in a step alone. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
+            "experts='dispatch': with Keras on 'tensorflow' DTensor lays out whole operations, and how many rows an "
+            "expert has is known in a step alone. Leave it out, or set KERAS_BACKEND=torch or jax before Keras is "
+            "imported"
         )
 
 
@@ -95,6 +96,20 @@ def offloads(offload: str) -> dict[str, Any]:
             "slots stay on the device. Use zero=1 to cut them, or set KERAS_BACKEND=torch before Keras is imported"
         )
     return {"offload": offload}
+
+
+def for_experts(axes: Axes) -> dict[str, Any]:
+    """Returns what a Strategy holds of axes of experts.
+
+    Raises:
+        CapabilityError: Keras's backend has none.
+    """
+    if axes and keras.config.backend() == "tensorflow":
+        raise CapabilityError(
+            f"an axis of experts {axes}: with Keras on 'tensorflow' kernels of a stack are cut over model axes alone. "
+            "Name the axis otherwise, or set KERAS_BACKEND=torch or jax before Keras is imported"
+        )
+    return {"expert_axes": axes}
 
 
 def contexts(axes: Axes, attention: str, sequence_parallel: bool) -> dict[str, Any]:

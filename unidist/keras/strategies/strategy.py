@@ -39,7 +39,7 @@ class DataParallel(UnidistDistribution):
             blocks. "attention": layers whose class ends in "Attention". A function of a layer: those that it is true
             for. Numbers stay as they are, drawn ones too.
         experts: "dispatch": of layers with stacked kernels each kernel computes the rows that it has a weight for,
-            where their outputs are multiplied by weights and summed. "all": it computes all rows. Keras on torch only.
+            where their outputs are multiplied by weights and summed. "all": it computes all rows. On torch or JAX.
         shard_axis: the data axis or axes that `zero` cuts over; None: all. Along the others are replicas of the shards,
             which sum gradients of one shard's size (HSDP: Zhao et al. 2023, arXiv:2304.11277).
         offload: "states": the optimizer's slots rest in host memory. An update brings those of 32 MB of weights at a
@@ -110,8 +110,9 @@ class ModelParallel(UnidistDistribution):
             makes of them. Weights are whole along these axes. Keras on torch, where lengths need not divide, or on JAX.
         expert_axis: the axes that cut stacks of kernels, as experts are, and no other weights. None: the axis named
             "expert", if there is one. They cut the batch too, unless `data_axis` says otherwise. With
-            experts="dispatch" rows are then sent to the devices of their kernels by an uneven all_to_all; else kernels
-            are gathered (GShard: Lepikhin et al. 2020, arXiv:2006.16668). Keras on torch or JAX.
+            experts="dispatch" rows are then sent to the devices of their kernels by an uneven all_to_all (on JAX all
+            rows are gathered, and sums scattered); else kernels are gathered (GShard: Lepikhin et al. 2020,
+            arXiv:2006.16668). Keras on torch or JAX.
         attention: how places of other devices are read: "gather" gathers keys and values, "ulysses" turns queries, keys
             and values to heads and back by all_to_all (Jacobs et al. 2023, arXiv:2309.14509). "auto": whichever sends
             less, product by product. "ring": keys and values go round (Liu et al. 2023, arXiv:2310.01889), for lengths
