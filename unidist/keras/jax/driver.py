@@ -16,9 +16,9 @@ from unidist.keras import saving as keras_saving
 from unidist.keras.driver import Row, rows_of
 from unidist.keras.jax import layouts, placing, saving
 from unidist.keras.jax import processes as _processes
+from unidist.keras.jax.experts.stacks import TOLD
 from unidist.keras.jax.hooks import table as table
 from unidist.keras.jax.saving import held as held
-from unidist.keras.jax.experts.stacks import TOLD
 from unidist.keras.records import model_record
 from unidist.keras.records.layer_report import of_partitioned
 from unidist.keras.strategies.distribution import adopt
