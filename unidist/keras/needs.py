@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unidist.keras.layer_facts import is_of_either
-from unidist.keras.patching.compat import INSIDE, LossScaleOptimizer, tree
+from unidist.keras.patching.compat import INSIDE, BaseConv, LossScaleOptimizer, tree
 
 Need = Callable[[Any], bool]
 
@@ -67,6 +67,7 @@ def of_scaled_losses(model: Any) -> bool:
 
 draws = of_layers(lambda layer: bool(getattr(layer, "_seed_generators", None)))
 recomputes = of_layers(lambda layer: getattr(layer, "_remat_mode", None) is not None)
+convolves = of_layers(lambda layer: isinstance(layer, BaseConv))
 of_images = of_layers(lambda layer: type(layer).__module__.startswith(f"{INSIDE}layers.preprocessing"))
 
 

@@ -50,6 +50,24 @@ def test_ranks_without_rows_prepare_and_pool_none(name, zero):
     np.testing.assert_allclose(*(one.model.predict(IMAGES, verbose=0) for one in (found, wanted)), atol=1e-5)
 
 
+class Filtering(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3, 3, 4, 1), name="kernel")
+
+    def call(self, x):
+        return ops.conv(x - ops.mean(x, axis=0), self.kernel, padding="same", data_format="channels_last")
+
+
+@pytest.mark.parametrize("last", [lambda: layers.Conv2D(1, 3), Filtering])
+def test_one_row_has_the_gradient_of_a_single_filter(last):
+    def build():
+        return keras.Sequential([layers.Input((8, 8, 3)), layers.Conv2D(4, 3), last(), layers.GlobalMaxPooling2D()])
+
+    labels = CLASSES[:, :1]
+    found, wanted = (train(build, IMAGES, labels, one, batch_size=5) for one in (unidist.DataParallel(), None))
+    assert_equal(found, wanted)
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_ranks_without_sequences_lose_none(zero):
     def build():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -755,6 +756,41 @@ def test_a_bucket_size_that_is_none_is_refused(given, monkeypatch):
 class OwnStep(keras.Model):
     def train_step(self, data):
         return super().train_step(data)
+
+
+class Showing(keras.Sequential):
+    def train_step(self, data):
+        return {**super().train_step(data), "shown": self.layers[0].kernel[0, 0], "bias": self.layers[1].bias[:1]}
+
+
+def test_a_log_may_be_a_view_of_a_weight(strategy):
+    def build():
+        return Showing([layers.Input((12,)), layers.Dense(8, name="a"), layers.Dense(3, name="b"), layers.Dense(3)])
+
+    x, y = features()
+    found, wanted = (train(build, x, y, one, epochs=3) for one in (strategy, None))
+    assert_equal(found, wanted)
+
+
+def test_models_that_share_layers_take_turns(strategy):
+    """Two models gather the same variables, each in units of its own."""
+    x, y = features()
+
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            parts = [mlp() for _ in range(2)]
+            given = layers.Input((12,))
+            both = keras.Model(given, layers.Average()([part(given) for part in parts]))
+            for model in (both, *parts):
+                model.compile(keras.optimizers.SGD(0.05), "mse")
+        seen = []
+        for model in (both, parts[0], both, parts[1], both):
+            seen += [model.fit(x, y, batch_size=4, verbose=0).history["loss"], model.predict(x, verbose=0)]
+        return seen
+
+    for a, b in zip(trained(strategy), trained(None), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_steps_that_torch_would_compile_run_eagerly_in_the_simulator():

@@ -68,10 +68,9 @@ class Fetcher:
         for one in grouped(layers, rank, lows, UNIT_BYTES, KEPT_UNIT_BYTES):
             unit = unit_of(self, one.axes, one.cuts, one.storages)
             self.units.append(unit)
-            for storage in one.storages:
-                storage.units[rank] = unit
             if one.low is not None:
-                self._gather_low(unit_of(self, one.axes, one.cuts, one.storages, one.low))
+                self.units.append(unit_of(self, one.axes, one.cuts, one.storages, one.low))
+        self._claim()
         self.fetched = [unit for unit in self.units if not unit.is_kept]
         self.by_memory = {leaf.untyped_storage()._cdata: u for u in self.fetched for leaf in u.values}
         self._node: Any = None
@@ -93,10 +92,18 @@ class Fetcher:
         if self._noted is not None:
             self._noted.append((storage, low))
 
-    def _gather_low(self, unit: Unit) -> None:
-        self.units.append(unit)
-        for place, storage in enumerate(unit.storages):
-            storage.lows[self.rank] = LowValue(unit, place, storage.leaves[self.rank])
+    def _claim(self) -> None:
+        """Takes over the variables that another model's fetcher has gathered since: they have one memory."""
+        for unit in self.units:
+            for place, storage in enumerate(unit.storages):
+                if (other := _gathering(storage, self.rank, unit.is_low)) is unit:
+                    continue
+                if other is not None:
+                    other.free()
+                if unit.is_low:
+                    storage.lows[self.rank] = LowValue(unit, place, storage.leaves[self.rank])
+                else:
+                    storage.units[self.rank] = unit
 
     def close(self) -> None:
         """Lets go of the variables."""
@@ -104,8 +111,8 @@ class Fetcher:
         for unit in self.units:
             unit.finish()
             for storage in unit.storages:
-                storage.units.pop(self.rank, None)
-                storage.lows.pop(self.rank, None)
+                if _gathering(storage, self.rank, unit.is_low) is unit:
+                    (storage.lows if unit.is_low else storage.units).pop(self.rank)
 
     # stored shards ------------------------------------------------------------------------------------------------
 
@@ -139,6 +146,7 @@ class Fetcher:
     @contextlib.contextmanager
     def step(self, kind: str) -> Iterator[None]:
         """A step of Keras's trainer. What backward opens is fetched, and nothing is left at the end."""
+        self._claim()
         if not self.fetched:
             yield
             return
@@ -227,6 +235,13 @@ class Fetcher:
         for unit in self.units:
             if unit.is_kept:
                 unit.finish()
+
+
+def _gathering(storage: Storage, rank: int, low: bool) -> Unit | None:
+    """The unit that gathers a variable on a rank, in the dtype of computation or in its own."""
+    if low:
+        return storage.lows[rank].unit if rank in storage.lows else None
+    return storage.units.get(rank)
 
 
 def use_in_calls(layer: Any, storages: list[Storage]) -> Callable[[], None]:

@@ -1,6 +1,6 @@
-"""Ranks without rows: the last batch of an epoch may have fewer rows than there are data shards.
+"""Ranks with no row or one: the last batch of an epoch may have fewer rows than there are data shards.
 
-Layers compute with no rows as with any number. What Keras and torch refuse is mended here.
+Layers compute with them as with any number. What Keras and torch refuse is mended here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unidist.backends.torch.sharded.bindings.layers import convolved
 from unidist.keras import needs
 from unidist.keras.patching.compat import torch_image, torch_numpy
 from unidist.keras.patching.patches import Hook, calling
@@ -26,6 +27,7 @@ def hooks() -> Iterator[Hook]:
     yield Hook("torch.nn.functional:", "ctc_loss", _of_no_sequences, why, needed=needs.of_loss("CTC"))
     for name in ("affine_transform", "elastic_transform"):
         yield Hook(torch_image, name, _of_no_images, why, needed=needs.of_images)
+    yield Hook("torch.nn.functional:", "conv2d", _of_one_image, "a rank may have one row", needed=needs.convolves)
 
 
 @calling
@@ -36,6 +38,12 @@ def _of_no_images(original: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
     one = [x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for x in (images, *args)]
     named = {key: x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for key, x in kwargs.items()}
     return original(*one, **named)[:0]
+
+
+@calling
+def _of_one_image(original: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    given = original if context.frame() is None else functools.partial(convolved, original)
+    return given(input, weight, *args, **kwargs)
 
 
 @calling

@@ -118,11 +118,18 @@ def _attended(causal: bool, space: Space, parts: list[Any], args: Any, kwargs: d
     return out
 
 
+def convolved(function: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Convolves one row as several: torch has no gradient of a single permuted filter for one image."""
+    if type(x) is Tensor and x.shape[0] == weight.shape[0] == 1:
+        weight = weight.contiguous()
+    return function(x, weight, *args, **kwargs)
+
+
 def _convolution(spatial: int, transposed: bool, function: Any) -> Any:
     def local(decision: Decision) -> Local:
         def run(parts: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             rest = {name: value for name, value in kwargs.items() if name not in ("input", "weight", "bias")}
-            return function(parts[0], parts[1], parts[2] if len(parts) > 2 else None, *args[3:], **rest)
+            return convolved(function, parts[0], parts[1], parts[2] if len(parts) > 2 else None, *args[3:], **rest)
 
         return run
 
