@@ -45,15 +45,19 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+# One argument a line where a signature is longer.
+maximum_signature_line_length = 70
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 # Single backticks in docstrings are code.
 default_role = "code"
-# What docstrings name that has no page: rows of a plan, an error of the launcher, and what Python says of a mapping's
-# own methods. What stands before a colon in a property's docstring is read as its type.
+# Types of signatures that have no page here, an error of the launcher, and what Python says of a mapping's own methods:
+# what stands before a colon in a property's docstring is read as its type.
 nitpick_ignore_regex = [
-    ("py:class", r"unidist\..*\.PlanRow|(a set-like object|an object) providing a view .*|The layout"),
+    ("py:class", r"(unidist|os|pathlib|collections|numpy)\..*"),
+    ("py:class", r"(a set-like object|an object) providing a view .*|The layout"),
     ("py:exc", "LaunchError"),
 ]
 

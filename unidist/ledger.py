@@ -31,7 +31,7 @@ class Ledger:
     """
 
     events: list[Event] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def add(self, event: Event) -> None:
         """One more collective; any thread may call it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,3 +97,5 @@ def test_the_site_is_right_in_a_browser() -> None:
             light, dark = (shots[f"{page}-{width}-{scheme}.png"] for scheme in ("light", "dark"))
             assert int.from_bytes(light[16:20]) == int.from_bytes(dark[16:20]) == width
             assert light != dark
+    signature = re.sub(r"<[^>]*>", "", (ROOT / "docs/_build/api/DataParallel.html").read_text())
+    assert "zero: int = 0," in signature

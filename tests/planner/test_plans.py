@@ -638,3 +638,35 @@ def test_a_plan_takes_one_thread_of_torch_and_leaves_them_as_they_were() -> None
         assert (seen, torch.get_num_threads()) == ({1}, 3)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sequence", "said"),
+    [((8,), None, "one training step of 32 rows\n"), ((None, 8), 16, "of 32 rows, sequence length 16\n")],
+)
+def test_a_length_is_said_where_the_model_leaves_one_open(shape, sequence, said) -> None:
+    import keras
+
+    model = keras.Sequential([keras.Input(shape), keras.layers.Dense(16), keras.layers.Dense(8)])
+    plan = unidist.plan(model, MESH, batch=32, sequence=16)
+    assert plan.sequence == sequence
+    assert said in plan.show()
+
+
+def test_a_length_that_a_model_was_built_for_may_be_open_too() -> None:
+    import keras
+
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(8)
+
+        def build(self, shape) -> None:
+            self.dense.build(shape)
+
+        def call(self, x):
+            return self.dense(x)
+
+    model = Own()
+    model.build((None, None, 4))
+    assert unidist.plan(model, MESH, sequence=16).sequence == 16

@@ -64,8 +64,8 @@ def test_run_passes_its_options_and_the_scripts_arguments_on(requests: list[Requ
 
 
 def test_run_takes_a_module(requests: list[Request]) -> None:
-    assert cli.main(["run", "-n", "2", "-m", "package.train", "-m", "x"]) == 7
-    assert requests[0].command == ("-m", "package.train", "-m", "x")
+    assert cli.main(["run", "-n", "2", "-m", "json.tool", "-m", "x"]) == 7
+    assert requests[0].command == ("-m", "json.tool", "-m", "x")
     assert requests[0].backend == "torch"
 
 
@@ -125,6 +125,30 @@ def test_an_option_that_is_none_is_refused_with_the_one_that_is_meant(
 def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "no_such.py"]) == 2
     assert "no such script: 'no_such.py'" in capsys.readouterr().err
+
+
+def test_a_module_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], requests: list[Request]
+) -> None:
+    """It is looked for where `python -m` would, and none of it is imported; what may be there is left to Python."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("found", "found/with_main", "elsewhere/found"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").write_text("raise AssertionError('imported')")
+    for name in ("found/train.py", "found/with_main/__main__.py", "elsewhere/found/other.py"):
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    for there in ("found.train", "found.with_main", "found.other", "os.path", "json.tool"):
+        assert cli.main(["run", "-m", there]) == 7
+    for module, why in {
+        "nosuchmod": "no such module: 'nosuchmod' (looked from ",
+        "found.trian": "no such module: 'found.trian'",
+        "found": "'found' is a package without a __main__.py",
+    }.items():
+        assert cli.main(["run", "-n", "3", "-m", module]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert why in said
 
 
 def test_a_backend_that_is_not_installed_says_how_to_get_it(

@@ -39,5 +39,5 @@ def test_a_node_that_shows_none_is_refused(
 
 def test_processes_share_the_cores_on_which_they_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    job = registry.job("torch")(Request(backend="torch", command=("-m", "nothing"), processes=2))
+    job = registry.job("torch")(Request(backend="torch", command=("-m", "this"), processes=2))
     assert job.defaults()["OMP_NUM_THREADS"] == "3"

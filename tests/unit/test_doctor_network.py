@@ -18,7 +18,7 @@ CARDS = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "docker0": "1
 
 
 def asked(**changes: Any) -> Request:
-    return Request(**{"backend": "torch", "command": ("-m", "x"), **changes})
+    return Request(**{"backend": "torch", "command": ("-m", "this"), **changes})
 
 
 # the network

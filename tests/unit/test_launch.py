@@ -28,7 +28,7 @@ from unidist.launch.console import Console
 from unidist.launch.jobs import Failure, Job
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, split_address
 
-COMMAND = ("-m", "train")
+COMMAND = ("-m", "this")
 
 # what processes are given
 

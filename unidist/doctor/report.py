@@ -77,15 +77,15 @@ def _wrapped(head: str, text: str) -> list[str]:
 def _figures(examination: Examination) -> Iterator[str]:
     reports, links = examination.reports, examination.links
     size = 0 if reports is None else reports.size
-    small = f"an exchange of {SMALL * 4} bytes, in us, as the rank of the row measured it"
-    large = f"an exchange of {LARGE * 4 / _MIB:g} MiB each way, in MiB/s that came"
+    small = f"microseconds in which two ranks swap {SMALL * 4} bytes"
+    large = f"MiB/s received while two ranks swap {LARGE * 4 / _MIB:g} MiB"
     if size <= _MATRIX:
-        yield f"latency: {small}"
+        yield f"latency: {small} (each row: as that rank measured it)"
         yield _matrix(size, links, {link.pair: {k: s * 1e6 for k, s in link.latency.items()} for link in links})
         yield f"\nbandwidth: {large}"
         yield _matrix(size, links, {link.pair: {k: b / _MIB for k, b in link.bandwidth.items()} for link in links})
         return
-    yield f"links of the ring: latency ({small.replace('rank of the row', 'slower end')}), bandwidth ({large})"
+    yield f"links of the ring, as the slower end measured them: latency ({small}), bandwidth ({large})"
     rows = [("ranks", "latency", "bandwidth", "")]
     for link in links:
         slow = f"{max(link.latency.values()) * 1e6:.0f}" if link.latency else "-"

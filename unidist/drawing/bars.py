@@ -36,8 +36,8 @@ def memory_of(plan: Plan) -> Memory:
             ("optimizer slots", plan.slot_bytes_per_device),
             ("activations", plan.activation_bytes_per_device),
         ),
-        f"Activations: an estimate, for a batch of {plan.batch:,} rows, sequence length {plan.sequence:,}. What is "
-        "gathered of the layer at work comes on top.",
+        f"Activations: an estimate, for a batch of {plan.batch_in_words}. What is gathered of the layer at work comes "
+        "on top.",
     )
 
 

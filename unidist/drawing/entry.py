@@ -160,8 +160,8 @@ def picture_of_plan(plan: Plan, title: str | None = None) -> Picture:
     sizes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.axes)
     zero = f", zero {plan.zero}" if plan.zero else ""
     lines = [
-        f"{plan.sharded_fraction:.1%} of its bytes are cut. A step of {plan.batch} rows, sequence length "
-        f"{plan.sequence}: {plan.predicted.count():,} collectives, {size_text(plan.predicted.bytes())} sent by a rank."
+        f"{plan.sharded_fraction:.1%} of its bytes are cut. A step of {plan.batch_in_words}: "
+        f"{plan.predicted.count():,} collectives, {size_text(plan.predicted.bytes())} sent by a rank."
     ]
     return picture_of_layers(title or f"{plan.name} on {sizes}{zero}", layers, rest, lines=lines)
 

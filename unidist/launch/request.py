@@ -13,6 +13,7 @@ from pathlib import Path
 from unidist.backends.environment import join_address
 from unidist.backends.lines import family_of
 from unidist.errors import UnidistError
+from unidist.launch.modules import missing
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -46,7 +47,7 @@ class Request:
         log_dir: folder that keeps what each process prints, and its record. None: nothing is kept.
 
     Raises:
-        LaunchError: values that do not fit each other, or a script that does not exist.
+        LaunchError: values that do not fit each other, or a script or module that does not exist.
     """
 
     backend: str
@@ -92,7 +93,10 @@ class Request:
         if not self.command or self.command == ("-m",):
             raise LaunchError("no program to run: give a script, or -m and a module")
         script = self.command[0]
-        if script != "-m" and not Path(script).exists():
+        if script == "-m":
+            if why := missing(self.command[1]):
+                raise LaunchError(f"{why} (looked from {Path.cwd()}); for a script leave out -m")
+        elif not Path(script).exists():
             raise LaunchError(f"no such script: {script!r} (looked from {Path.cwd()}); for a module write -m {script}")
 
     @property

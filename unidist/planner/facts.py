@@ -188,6 +188,7 @@ class Facts:
             they are, in its order; empty where that does not show.
         neighbours: the layers' own variables, in the order in which small neighbours are fetched together, where
             they are stored in parts over the data axes; (): each layer fetches its own, forward and again backward.
+        is_open: whether its inputs leave the length of a sequence open.
     """
 
     name: str
@@ -202,6 +203,7 @@ class Facts:
     kept: tuple[int, ...] = ()
     neighbours: tuple[tuple[int, ...], ...] = ()
     stacks: tuple[StackFact, ...] = ()
+    is_open: bool = False
 
 
 def meetings(facts: Facts) -> dict[int, list[int]]:

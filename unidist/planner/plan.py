@@ -56,8 +56,9 @@ class Plan:
 
     Attributes:
         rows: one for each variable, in the model's order.
-        predicted: a Ledger of one training step of `batch` rows of `sequence` places. On torch the model is called
-            without values, and the ledger is that of a step; metrics are left out.
+        predicted: a Ledger of one training step of `batch` rows. On torch the model is called without values, and the
+            ledger is that of a step; metrics are left out.
+        sequence: the length of open dims; None where the model has none.
         estimated: why `predicted` is an estimate, as where a compiler chooses what is sent; "" where it is none.
         context_axes: those that cut sequences. On torch what is kept of a step on parts of sequences is counted in the
             call without values.
@@ -89,7 +90,7 @@ class Plan:
     predicted: Ledger = field(compare=False)
     layout_map: LayoutMap = field(compare=False)
     batch: int
-    sequence: int
+    sequence: int | None
     optimizer: str
     zero: int = 0
     activation_bytes_per_device: int = 0
@@ -129,6 +130,11 @@ class Plan:
         return sum(row.bytes for row in self.rows if row.is_sharded) / total if total else 0.0
 
     @property
+    def batch_in_words(self) -> str:
+        """The rows of a step and, where it has one, the length of their sequence."""
+        return f"{self.batch:,} rows" + ("" if self.sequence is None else f", sequence length {self.sequence:,}")
+
+    @property
     def idle(self) -> str:
         """Why the axes that may cut variables cut none; "" where they cut some, or there are none."""
         busy = (*self.data_axes, *self.context_axes)
@@ -156,8 +162,7 @@ class Plan:
         zero = f", zero={self.zero}" if self.zero else ""
         totals = titled(f"each device{zero}", (("what", "bytes"), *self.totals()), (1,), width)
         sent = (("collective", "axes", "count", "bytes per device"), *self.traffic())
-        title = f"one training step of {self.batch} rows, sequence length {self.sequence}"
-        traffic = titled(title, sent, (2, 3), width)
+        traffic = titled(f"one training step of {self.batch_in_words}", sent, (2, 3), width)
         note = f"the collectives are an estimate: {self.estimated}" if self.estimated else ""
         return "".join(f"{part}\n" for part in (variables, totals, traffic, note, self.idle) if part)
 
@@ -260,7 +265,7 @@ def make_plan(
         predicted=predict(facts, layouts, step, [row.layouts for row in rows], of_layers),
         layout_map=rules,
         batch=batch,
-        sequence=sequence,
+        sequence=sequence if facts.is_open else None,
         optimizer=facts.optimizer,
         zero=strategy.zero,
         activation_bytes_per_device=activation_bytes(facts, layouts, step) if kept is None else kept,

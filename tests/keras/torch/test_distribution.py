@@ -112,3 +112,17 @@ def test_our_strategies_answer_as_kerass():
     data = [1, 2, 3]
     assert found.distribute_dataset(data) is data
     assert keras.distribution.distribution() is None
+
+
+def test_of_scopes_inside_one_another_the_inner_one_counts():
+    layers = [keras.layers.Dense(8) for _ in range(3)]
+    with unidist.DataParallel().scope():
+        layers[0].build((None, 8))
+        with unidist.ModelParallel(unidist.Mesh({"model": 4}), {".*kernel": (None, "model")}).scope():
+            layers[1].build((None, 8))
+        layers[2].build((None, 8))
+    assert [layer.kernel._storage.sharding.layout for layer in layers] == [
+        unidist.Layout(),
+        unidist.Layout(None, "model"),
+        unidist.Layout(),
+    ]

@@ -86,6 +86,7 @@ def read(
             optimizer=optimizer,
             neighbours=_neighbours(model, place) if fetches_neighbours() else (),
             stacks=tuple(_stacks(layers, place, runs)),
+            is_open=samples.is_open(model, inputs),
         )
         while wanted := {(order[reach.source], reach.dim) for reach in follow(facts)}:
             reaches = [reacher.to_the_end(r) if (r.source, r.dim) in wanted else r for r in reaches]
@@ -102,7 +103,7 @@ def read(
 
 def _run(runner: Runner, model: Any, inputs: Any) -> Runs:
     kwargs = {"training": False} if model._call_has_training_arg else {}
-    is_open = samples.is_open(inputs if inputs is not None else samples.described_by(model))
+    is_open = samples.is_open(model, inputs)
     counts = samples.counts(model, inputs)
     problems: dict[int, Exception] = {}
     tries = [*itertools.product(counts, LENGTHS), (counts[0], LONG)] if is_open else [(n, LENGTHS[0]) for n in counts]

@@ -82,14 +82,10 @@ def sample(model: Any, given: Any, rows: int, length: int) -> Any:
     Raises:
         LayoutError: the model does not say what it takes.
     """
-    if given is not None:
+    if (taken := taken_by(model, given)) is not None:
         return tree.map_structure(
-            lambda x: _one(x, rows, length) if isinstance(x, keras.KerasTensor) else _cut(x, rows), given
+            lambda x: _one(x, rows, length) if isinstance(x, keras.KerasTensor) else _cut(x, rows), taken
         )
-    if (described := described_by(model)) is not None:
-        return tree.map_structure(lambda x: _one(x, rows, length), described)
-    if (shapes := _built_for(model)) is not None:
-        return tree.map_shape_structure(lambda s: _one(keras.KerasTensor(s), rows, length), shapes)
     raise LayoutError(
         f"model {model.name!r} does not say what it takes: give plan(model, mesh, inputs=...) a batch, or "
         "KerasTensors, as it is called with; then ModelParallel(mesh, that_plan.layout_map)"
@@ -118,14 +114,21 @@ def described_by(model: Any) -> Any:
     return getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None)
 
 
-def is_open(inputs: Any) -> bool:
+def taken_by(model: Any, given: Any) -> Any:
+    """Returns what the user gave, or else KerasTensors as the model says; None where it does not."""
+    if given is not None or (given := described_by(model)) is not None:
+        return given
+    shapes = _built_for(model)
+    return None if shapes is None else tree.map_shape_structure(keras.KerasTensor, shapes)
+
+
+def is_open(model: Any, given: Any) -> bool:
     """Returns whether a model's inputs leave a dim behind the batch open.
 
     Then a sequence may have another length.
     """
-    return any(
-        isinstance(x, keras.KerasTensor) and None in x.shape[1:] and len(x.shape) < 4 for x in tree.flatten(inputs)
-    )
+    taken = tree.flatten(taken_by(model, given))
+    return any(isinstance(x, keras.KerasTensor) and None in x.shape[1:] and len(x.shape) < 4 for x in taken)
 
 
 def _one(x: Any, rows: int, length: int) -> Any:
