@@ -4,7 +4,8 @@
     python examples/resume.py                   # goes on with batch 11, the last that was saved, and ends
 
 Both together come to the loss of a training that was not killed. To start again by itself:
-`unidist run -n 4 --max-restarts 3 examples/resume.py --kill-at 13 --once`.
+`unidist run -n 4 --max-restarts 3 examples/resume.py --kill-at 13 --once`. On a cluster, where the job's time ends:
+`sbatch examples/slurm.sbatch`, or `kubectl apply -f examples/kubernetes.yaml`.
 
 The second command prints:
 
@@ -15,11 +16,12 @@ The second command prints:
 import argparse
 import os
 import signal
+import time
 from pathlib import Path
 
 import unidist
 
-unidist.use(devices=4)
+unidist.use()
 
 import keras
 import numpy as np
@@ -28,15 +30,18 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--directory", default="run-of-resume")
 parser.add_argument("--kill-at", type=int, help="the batch behind which process 0 kills itself")
 parser.add_argument("--once", action="store_true", help="only if nothing was saved yet")
+parser.add_argument("--pause", type=float, default=0.0, help="seconds behind each batch, as a larger model takes")
 options = parser.parse_args()
 
 
-class Killed(keras.callbacks.Callback):
+class AfterEachBatch(keras.callbacks.Callback):
     seen = 0
 
     def on_train_batch_end(self, batch, logs=None):
         self.seen += 1
-        if self.seen == options.kill_at and unidist.process_index() == 0:
+        time.sleep(options.pause)
+        is_killed = options.kill_at == self.seen and not (options.once and saved)
+        if is_killed and unidist.process_index() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -49,9 +54,7 @@ x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
 with unidist.DataParallel().scope():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.01), "mse")
-callbacks = [unidist.Checkpoint(options.directory, every=5)]
-if options.kill_at and not (options.once and saved):
-    callbacks.append(Killed())
+callbacks = [unidist.Checkpoint(options.directory, every=5), AfterEachBatch()]
 history = model.fit(x, x[:, :1] ** 2, batch_size=8, epochs=4, callbacks=callbacks, verbose=0)
 if unidist.process_index() == 0:
     print(f"loss {history.history['loss'][-1]:.6f}")

@@ -37,7 +37,8 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command's entry point. Exit code 2: a typed error, reported in one paragraph."""
-    parser = argparse.ArgumentParser(prog="unidist", description="Any Keras 3 model on many devices.")
+    what = "Trains Keras 3 models on several devices, with the losses and weights of one."
+    parser = argparse.ArgumentParser(prog="unidist", description=what)
     parser.add_argument("--version", action="version", version=f"unidist {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in commands():

@@ -28,15 +28,20 @@ def table(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> str:
 
 
 def titled(title: str, rows: Sequence[Sequence[str]], numbers: Container[int], width: int) -> str:
-    """Rows below their title and a head, which is the first of them; cells are folded into the width."""
+    """Rows below their title and a head, which is the first of them; cells are folded into the width.
+
+    Names in the first column stay whole where they leave the others half of it.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     head, *body = rows
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    is_short = max(len(row[0]) for row in rows) <= width // 2
     for k, name in enumerate(head):
-        drawn.add_column(name, justify="right" if k in numbers else "left", overflow="fold")
+        side = "right" if k in numbers else "left"
+        drawn.add_column(name, justify=side, overflow="fold", no_wrap=is_short and k == 0)
     for row in body:
         drawn.add_row(*row)
     console = Console(width=width, force_terminal=False, color_system=None, markup=False, emoji=False)

@@ -51,5 +51,5 @@ def test_a_training_that_was_killed_comes_to_the_loss_of_one_that_was_not(tmp_pa
 
 def test_each_says_how_it_is_started_and_is_on_the_page() -> None:
     assert len(SCRIPTS) >= 10
-    listed = {name.removesuffix(".py") for name in re.findall(r"\(\.\./examples/(.*?)\)", (ROOT / PAGE).read_text())}
+    listed = set(re.findall(r"\(\.\./examples/(\w+)\.py\)", (ROOT / PAGE).read_text()))
     assert listed == {f for f in SCRIPTS if f"python examples/{f}.py" in SCRIPTS[f].read_text()} == set(SCRIPTS)

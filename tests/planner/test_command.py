@@ -25,6 +25,11 @@ def reads_values():
     model = mlp()
     return model.layers[1].kernel.numpy() and model
 
+def compiled():
+    model = mlp()
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
 def nothing():
     return None
 """
@@ -49,6 +54,13 @@ def test_plan_shows_layouts_reasons_and_traffic(file, capsys) -> None:
         "slots of Adam",
     ):
         assert part in text
+
+
+def test_plan_takes_a_function_that_compiles_its_model(file, capsys) -> None:
+    """An optimizer makes its rate of a number, which Keras refuses where variables get no values."""
+    assert cli.main(["plan", f"{file}:compiled", "--mesh", "model=4"]) == 0
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["slots", "of", "SGD", "304"] in told
 
 
 def test_plan_counts_slots_in_host_memory(file, capsys) -> None:

@@ -81,7 +81,7 @@ def test_the_backend_is_that_of_the_environment(
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        (["-n", "0"], "LaunchError", "processes must be 1 or more, got 0"),
+        (["-n", "0"], "LaunchError", "processes (-n) must be 1 or more, got 0"),
         (["-n", "all"], "LaunchError", "-n (--processes) must be a number or 'gpu', got 'all'"),
         (["--nodes", "2"], "LaunchError", "--address host:port"),
         (["--nodes", "2", "--node-rank", "2", "--address", "a:1"], "LaunchError", "node rank 2 is not one of 0..1"),
@@ -144,6 +144,7 @@ def test_a_module_that_does_not_exist(
         "nosuchmod": "no such module: 'nosuchmod' (looked from ",
         "found.trian": "no such module: 'found.trian'",
         "found": "'found' is a package without a __main__.py",
+        "train.py": "-m train.py: that is a file; leave out -m, or write -m train",
     }.items():
         assert cli.main(["run", "-n", "3", "-m", module]) == 2
         said = capsys.readouterr().err

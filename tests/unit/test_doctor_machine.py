@@ -209,7 +209,7 @@ def test_the_command_tells_what_is_wrong_and_fails_by_it(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["-n", "0"], "processes must be 1 or more"),
+        (["-n", "0"], "processes (-n) must be 1 or more"),
         (["--nodes", "2"], "--address host:port"),
         (["-n", "2", "--backend", "sim"], "in one process"),
         (["-n", "2", "--backend", "toch"], "unknown backend 'toch'"),

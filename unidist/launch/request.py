@@ -65,7 +65,7 @@ class Request:
 
     def __post_init__(self) -> None:
         for what, count in (
-            ("processes", self.processes),
+            ("processes (-n)", self.processes),
             ("nodes", self.nodes),
             ("devices per process", 1 if self.devices_per_process is None else self.devices_per_process),
         ):
@@ -94,7 +94,10 @@ class Request:
             raise LaunchError("no program to run: give a script, or -m and a module")
         script = self.command[0]
         if script == "-m":
-            if why := missing(self.command[1]):
+            name = self.command[1]
+            if name.endswith(".py"):
+                raise LaunchError(f"-m {name}: that is a file; leave out -m, or write -m {name.removesuffix('.py')}")
+            if why := missing(name):
                 raise LaunchError(f"{why} (looked from {Path.cwd()}); for a script leave out -m")
         elif not Path(script).exists():
             raise LaunchError(f"no such script: {script!r} (looked from {Path.cwd()}); for a module write -m {script}")

@@ -121,10 +121,10 @@ def build(function: Callable[[], Any]) -> Any:
     """
     import keras
 
-    from unidist.keras.planning.plan import leave_without
+    from unidist.keras.planning.valueless import leave_without, without_values
 
     try:
-        with keras.StatelessScope(initialize_variables=False):
+        with without_values():
             model = function()
     except UnidistError:
         raise

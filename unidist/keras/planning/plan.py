@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +20,10 @@ from unidist.array import as_mesh
 from unidist.errors import LayoutError
 from unidist.keras import driver as drivers
 from unidist.keras import seeds
-from unidist.keras.patching.compat import global_state, is_float_dtype, tree
+from unidist.keras.patching.compat import is_float_dtype, tree
 from unidist.keras.planning import samples
 from unidist.keras.planning.facts import ended, read
+from unidist.keras.planning.valueless import let_go
 from unidist.keras.records.layer_report import in_words
 from unidist.keras.strategies.layout_maps import as_layout_map
 from unidist.keras.strategies.options import (
@@ -188,32 +188,3 @@ def _is_auto(layout_map: Any) -> bool:
 
 def _places(mesh: Mesh, axes: Axes) -> int:
     return mesh.axis_size(axes) if axes else 1
-
-
-_LIST = "uninitialized_variables"
-
-
-class _IfAlive:
-    """In the list in place of a variable: it gets a value if somebody else still has it."""
-
-    def __init__(self, variable: Any) -> None:
-        self._variable = weakref.ref(variable)
-
-    def _deferred_initialize(self) -> None:
-        variable = self._variable()
-        if variable is not None:
-            variable._deferred_initialize()
-
-
-def let_go(model: Any) -> None:
-    """From now on the list keeps no variable of the model alive."""
-    ours = {id(v) for v in model.variables}
-    waiting = global_state.get_global_attribute(_LIST) or []
-    waiting[:] = [_IfAlive(v) if id(v) in ours else v for v in waiting]
-
-
-def leave_without(model: Any) -> None:
-    """The model's variables get no values any more."""
-    ours = {id(v) for v in model.variables}
-    waiting = global_state.get_global_attribute(_LIST) or []
-    waiting[:] = [v for v in waiting if id(v) not in ours]
