@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 ELSEWHERE = {"README.md", "docs/internals/adapters.md", "docs/pictures.md"}
 PAGES = [page for page in pages() if page not in ELSEWHERE]
 # What these pages say holds with Keras on JAX too.
-ALSO_ON_JAX = ("docs/training.md", "docs/steps.md", "docs/watching.md")
+ALSO_ON_JAX = ("docs/training.md", "docs/steps.md")
 # Started by test_watching_page.py.
 DOCTOR = "unidist doctor -n 2"
 

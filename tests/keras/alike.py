@@ -62,21 +62,6 @@ class Prompt(layers.Layer):
         return x + ops.mean(learned, axis=0)
 
 
-class Codes(layers.Layer):
-    """A codebook, as of a VQ-VAE: its losses are means over the rows, so it is given those of all ranks."""
-
-    def build(self, shape: Any) -> None:
-        self.table = self.add_weight(shape=(3, shape[-1]), initializer="glorot_uniform", name="table")
-
-    def call(self, x: Any) -> Any:
-        table = ops.convert_to_tensor(self.table)
-        far = ops.sum(table**2, axis=1) - 2 * ops.matmul(x, ops.transpose(table))
-        code = ops.take(table, ops.argmin(far, axis=1), axis=0)
-        self.add_loss(ops.mean((code - ops.stop_gradient(x)) ** 2))
-        self.add_loss(0.25 * ops.mean((ops.stop_gradient(code) - x) ** 2))
-        return x + ops.stop_gradient(code - x)
-
-
 class Proxies(keras.Model):
     """Its loss looks up a row for each class."""
 
@@ -96,7 +81,7 @@ OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
 }
-MIDDLE: dict[str, list[Any]] = {"positions": [], "prompt": [Prompt], "codes": [Codes]}
+MIDDLE: dict[str, list[Any]] = {"positions": [], "prompt": [Prompt]}
 
 
 def _of_some_lengths() -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from tests.parity import checkpoints
 from tests.parity.train import Spec
 from tests.parity.worlds import ALONE, DATA_2, DATA_4, GRID, MODEL_2, MODEL_4, SETTINGS, Alone, Worlds
-from tests.support.sampling import SEED, WHOLE
+from tests.support.sampling import each_value
 
 pytestmark = pytest.mark.processes
 
@@ -46,30 +45,28 @@ def _kind(name: str) -> str:
     return "alone" if name in _ALONE else name
 
 
+def _framework(name: str) -> str:
+    return SETTINGS[name].keras if name in SETTINGS else name.removesuffix("-alone")
+
+
 def _shape(name: str, mesh: str) -> str:
     """A mesh, however many devices are on its axes."""
     spec = _ALL[name, mesh]
     return mesh if spec is None else f"{spec.shape}-{spec.zero}"
 
 
-def _cases() -> list[tuple[tuple[str, str], str, str]]:
-    """(writer, reader, its mesh): each pair of backends, and each pair of meshes; with --all every pair."""
-    draw = random.Random(SEED)
-    rows = [(writer, reader) for writer in _ALL for reader in _ALL]
-    if not WHOLE:
-        new: set[Any] = set()
-        shuffled, rows = draw.sample(rows, len(rows)), []
-        # Those that are new in both ways first.
-        for least in (2, 1):
-            for (one, a), (other, b) in shuffled:
-                pairs = {("backends", _kind(one), _kind(other)), ("meshes", _shape(one, a), _shape(other, b))} - new
-                if len(pairs) >= least:
-                    new |= pairs
-                    rows.append(((one, a), (other, b)))
-    return [(writer, *reader) for writer, reader in sorted(set(rows))]
-
-
-_CASES = _cases()
+# (writer, reader, its mesh): all write one kind of file. Each writes and reads on each of its meshes, and each backend
+# reads what each framework wrote.
+_CASES = [
+    (writer, *reader)
+    for writer, reader in each_value(
+        [(writer, reader) for writer in sorted(_ALL) for reader in sorted(_ALL)],
+        lambda row: (
+            *((_kind(name), _shape(name, mesh)) for name, mesh in row),
+            (_framework(row[0][0]), _kind(row[1][0])),
+        ),
+    )
+]
 
 
 def _call(name: str, worlds: Worlds, alone: Alone, function: str, *args: Any) -> list[Any]:

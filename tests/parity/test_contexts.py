@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from tests.parity.worlds import Alone, Worlds
+from tests.parity.worlds import SETTINGS, Alone, Worlds
 from tests.support.comparing import same
-from tests.support.sampling import pairwise, unless_all
+from tests.support.sampling import each_value, unless_all
 
 pytestmark = pytest.mark.processes
 
 # Cut unevenly, and evenly.
 LENGTHS = (7, 8)
-# Of six rows: whose numbers divide over two devices, and whose do not.
-BATCHES, ROWS = (4, 5), 6
+# (rows of a batch, of all): those divide over two devices, and these do not.
+BATCHES = ((4, 8), (5, 6))
 RUN, MADE = "tests.keras.contexts:trained", "tests.keras.contexts:made"
 AS_PROGRAMS = "tests.keras.torch.promised:run"
 TWO, FOUR = {"context": 2}, {"context": 4}
 GRIDS = ({"data": 2, "context": 2}, {"context": 2, "model": 2})
-MESHES = {"sim-torch": (FOUR, *GRIDS), "torch-2": (TWO,), "torch-4": (FOUR, *GRIDS), "horovod-2": (TWO,)}
+MESHES = {"sim-torch": (FOUR, *GRIDS), "torch-2": (TWO,), "torch-4": GRIDS, "horovod-2": (TWO,)}
 PLACES = [
     (setting, str(mesh), zero if "data" in mesh else 0, length, attention)
     for setting, meshes in MESHES.items()
@@ -36,20 +36,18 @@ PLACES = [
 ACROSS = {"context": 2, "data": 2}
 MESHES_OF_JAX = {"sim-jax": (FOUR, *GRIDS), "jax-4": (FOUR, *GRIDS), "jax-2x2": (FOUR, *GRIDS, ACROSS)}
 EVERY_OF_JAX = [
-    (setting, str(mesh), zero, batch)
+    (setting, str(mesh), zero, batch, rows)
     for setting, meshes in MESHES_OF_JAX.items()
     for mesh in meshes
     for zero in ((0, 1, 3) if "data" in mesh else (0,))
-    for batch in (BATCHES if "data" in mesh else BATCHES[:1])
+    for batch, rows in (BATCHES if "data" in mesh else BATCHES[:1])
 ]
+# XLA compiles each for seconds.
 FEW_OF_JAX = [
-    ("sim-jax", str(FOUR), 0, 4),
-    ("sim-jax", str(GRIDS[0]), 1, 5),
-    ("sim-jax", str(GRIDS[1]), 0, 4),
-    ("jax-4", str(GRIDS[0]), 0, 5),
-    ("jax-4", str(GRIDS[0]), 3, 4),
-    ("jax-2x2", str(ACROSS), 3, 4),
-    ("jax-2x2", str(FOUR), 0, 4),
+    ("sim-jax", str(FOUR), 0, *BATCHES[0]),
+    ("sim-jax", str(GRIDS[1]), 0, *BATCHES[0]),
+    ("jax-4", str(GRIDS[0]), 1, *BATCHES[1]),
+    ("jax-2x2", str(ACROSS), 3, *BATCHES[0]),
 ]
 
 
@@ -60,10 +58,16 @@ def expected(alone: Alone) -> Any:
 
 @pytest.fixture(scope="module")
 def of_jax(alone: Alone) -> Any:
-    return cache(lambda batch: alone.world("jax").call(RUN, None, 0, LENGTHS[1], "auto", batch)[0])
+    return cache(lambda *sizes: alone.world("jax").call(RUN, None, 0, LENGTHS[1], "auto", *sizes)[0])
 
 
-@pytest.mark.parametrize(("setting", "mesh", "zero", "length", "attention"), pairwise(dict.fromkeys(PLACES)))
+# Each mesh where it can be, at each stage, and each way with parts that are even and uneven.
+SAMPLE = each_value(
+    dict.fromkeys(PLACES), lambda row: (row[:2], row[1:3], row[3:]), cost=lambda row: SETTINGS[row[0]].processes
+)
+
+
+@pytest.mark.parametrize(("setting", "mesh", "zero", "length", "attention"), SAMPLE)
 def test_it_trains_as_one_device(
     setting: str, mesh: str, zero: int, length: int, attention: str, expected: Any, worlds: Worlds
 ) -> None:
@@ -82,7 +86,7 @@ AROUND = [(setting, str(mesh), length) for setting, meshes in MESHES.items() for
 @pytest.mark.parametrize(("setting", "mesh", "length"), unless_all(pairwise(AROUND), AROUND))
 def test_keys_go_round(setting: str, mesh: str, length: int, alone: Alone, worlds: Worlds) -> None:
     sizes: dict[str, int] = eval(mesh)
-    how = length, "ring", BATCHES[0], ROWS, "going_round"
+    how = length, "ring", *BATCHES[0], "going_round"
     wanted = alone.world("torch").call(RUN, None, 0, *how)[0]
     for found in worlds.get(setting).call(RUN, sizes, 3 if "data" in sizes else 0, *how):
         same(found, wanted)
@@ -91,7 +95,7 @@ def test_keys_go_round(setting: str, mesh: str, length: int, alone: Alone, world
 
 
 def test_programs_whose_keys_go_round(alone: Alone, worlds: Worlds) -> None:
-    how = 8, "ring", BATCHES[0], BATCHES[0], "going_round"
+    how = 8, "ring", 4, 4, "going_round"
     for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, *how):
         same(found, alone.world("torch").call(RUN, None, 0, *how)[0])
         assert found["_unfit"] == []
@@ -100,20 +104,20 @@ def test_programs_whose_keys_go_round(alone: Alone, worlds: Worlds) -> None:
 
 def test_programs(expected: Any, worlds: Worlds) -> None:
     """Of full batches: a ragged one would be traced once more, for as long."""
-    how = LENGTHS[0], "ulysses", BATCHES[0], BATCHES[0]
+    how = LENGTHS[0], "ulysses", 4, 4
     for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, *how):
         same(found, expected(*how))
         assert found["_unfit"] == []
         assert found["_sent"]["all_to_all"]
 
 
-@pytest.mark.parametrize(("setting", "mesh", "zero", "batch"), unless_all(FEW_OF_JAX, EVERY_OF_JAX))
+@pytest.mark.parametrize(("setting", "mesh", "zero", "batch", "rows"), unless_all(FEW_OF_JAX, EVERY_OF_JAX))
 def test_the_compiler_cuts_it_as_one_device(
-    setting: str, mesh: str, zero: int, batch: int, of_jax: Any, worlds: Worlds
+    setting: str, mesh: str, zero: int, batch: int, rows: int, of_jax: Any, worlds: Worlds
 ) -> None:
     sizes: dict[str, int] = eval(mesh)
-    for found in worlds.get(setting).call(RUN, sizes, zero, LENGTHS[1], "auto", batch):
-        same(found, of_jax(batch))
+    for found in worlds.get(setting).call(RUN, sizes, zero, LENGTHS[1], "auto", batch, rows):
+        same(found, of_jax(batch, rows))
         assert found["_sent"]["all_reduce"], "sums of weights' gradients"
         assert found["_sent"]["all_gather"], "keys and values"
 

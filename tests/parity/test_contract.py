@@ -4,7 +4,6 @@ and four processes and in the simulator, at every stage of ZeRO. (On JAX: tests/
 from __future__ import annotations
 
 import csv
-import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests import preloaded
-from tests.parity.worlds import SETTINGS, Alone, Worlds
+from tests.parity.worlds import Alone, Worlds
 from tests.support.comparing import same, same_bits, same_in_half_precision
 from tests.support.sampling import unless_all
-from tests.visible import WITH_TENSORFLOW
 
 pytestmark = pytest.mark.processes
 
@@ -48,24 +45,23 @@ PROMISES = [
 OTHERS = ["rmsprop", "lion", "adagrad", "nadam", "adafactor", "lamb", "muon", "schedule free", "several"]
 # Which override what sees all gradients.
 OVERRIDDEN = ["own apply", "own gradients"]
-# Each promise at every other place in turn, at every stage somewhere: the engine is one for all of them.
+# Each promise at one place in turn, at every stage somewhere: the engine is one for all of them.
 OPTIMIZERS = [
     *(
         (*place, 1 + (k + turn) % 3, name)
         for turn, place in enumerate(PLACES)
         for k, name in enumerate(PROMISES)
-        if unless_all((k + turn) % 2 == 0, True)
+        if unless_all((k + turn) % 4 == 0, True)
     ),
     *((*PLACES[k % 4], 1 + k % 3, name) for k, name in enumerate(OTHERS)),
-    *((*place, zero, name) for place, zero in zip(PLACES[:3], (0, 1, 3), strict=True) for name in OVERRIDDEN),
+    *((*place, zero, name) for place, zero in zip(PLACES[1:3], (1, 3), strict=True) for name in OVERRIDDEN),
 ]
 
 
 def in_turn(cases: Sequence[Any]) -> list[Any]:
-    """Each case at every other place, and its neighbour at the others."""
-    every = [(case, where) for case in cases for where in WHERE]
+    """Each case at one place: the engine is one for all of them."""
     return unless_all(
-        [(case, where) for case, where in every if (cases.index(case) + WHERE.index(where)) % 2 == 0], every
+        [(case, WHERE[-1 - k]) for k, case in enumerate(cases)], [(case, where) for case in cases for where in WHERE]
     )
 
 
@@ -104,7 +100,8 @@ AS_PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("k", [k for k in range(len(AS_PROGRAMS)) if unless_all(k % 5 == 0, True)])
+# To trace a step of four processes takes longest.
+@pytest.mark.parametrize("k", unless_all([0, 10, 15, 20, 30], range(len(AS_PROGRAMS))))
 def test_steps_that_are_programs(k: int, worlds: Worlds, expected: Any) -> None:
     """All but the first, compared with one device's as they are."""
     program, *args = AS_PROGRAMS[k]
@@ -161,12 +158,12 @@ def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> No
     everywhere(where, program)
 
 
-@pytest.mark.parametrize("where", [("sim-torch", "dp", 3), ("torch-2", "dp", 3), ("horovod-2", "dp", 3)], ids=str)
+@pytest.mark.parametrize("where", [("sim-torch", "dp", 3), ("horovod-2", "dp", 3)], ids=str)
 def test_a_frozen_base_is_thawed(everywhere: Any, where: tuple[str, str, int]) -> None:
     everywhere(where, "thawed")
 
 
-@pytest.mark.parametrize("where", WHERE, ids=str)
+@pytest.mark.parametrize("where", WHERE[2:], ids=str)
 def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, where: tuple[str, str, int]) -> None:
     setting, kind, zero = where
     once, again = (worlds.get(setting).call(RUN("seeded"), kind, zero) for _ in range(2))
@@ -174,8 +171,7 @@ def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, whe
         same_bits(found, once[0])
 
 
-@pytest.mark.parametrize("setting", ["torch-4", "horovod-2"])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(("setting", "zero"), [("torch-4", 3), ("horovod-2", 1)])
 def test_documented_steps_of_the_users_own(worlds: Worlds, setting: str, zero: int) -> None:
     """All of them: tests/keras/torch/test_steps.py, in the simulator."""
     worlds.get(setting).call("tests.keras.torch.cases:own_steps", zero)
@@ -203,19 +199,6 @@ def test_callbacks_write_once_and_decide_alike(setting: str, worlds: Worlds, exp
     assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]
     logs = [list(csv.DictReader((tmp_path / n / "log.csv").read_text().splitlines())) for n in ("one", "two")]
     assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
-
-
-# Which process writes is one rule of all backends; each case imports TensorFlow beside its own framework.
-@pytest.mark.parametrize("name", unless_all(["torch-2"], ["torch-2", "horovod-2"]))
-def test_tensorboard_is_written_once(name: str, tmp_path: Path) -> None:
-    """In processes of their own: TensorFlow writes the events."""
-    setting = dataclasses.replace(
-        SETTINGS[name], environment=tuple(WITH_TENSORFLOW.items()), preload=preloaded.TORCH_AND_TENSORFLOW
-    )
-    with setting.world() as world:
-        for found in world.call(RUN("boarded"), "dp", 3, str(tmp_path)):
-            assert found == [str(tmp_path)]
-    assert len([p for p in (tmp_path / "train").iterdir() if "tfevents" in p.name]) == 1
 
 
 @pytest.mark.parametrize(("name", "values"), [("m.keras", 0), ("m.keras", 3), ("m.h5", 0)])

@@ -54,7 +54,7 @@ model.fit(Data(), epochs=1000, verbose=0, callbacks=[Interrupt()])
         ("torch", "is interrupted", "KeyboardInterrupt"),
         # Horovod has torch's engine; without a launcher: tests/keras/torch/test_data.py.
         *unless_all((), [("torch", "raises", "the disk of process 1 is gone")]),
-        # Data that raises on JAX: tests/keras/jax/test_contract.py. An interrupt is an exception as any other.
+        # An interrupt is an exception as any other.
         ("jax", "is interrupted", "KeyboardInterrupt"),
         ("horovod", "raises", "the disk of process 1 is gone"),
         ("tensorflow", "raises", "the disk of process 1 is gone"),

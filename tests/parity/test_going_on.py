@@ -32,10 +32,10 @@ VIRTUAL = ("sim-torch", "jax-4", "tensorflow-4")
 PLACES: list[tuple[str, Spec | None, str]] = [
     *(("torch-alone", None, source) for source in (*ARRAYS, *OF_PYTHON, *OF_TORCH)),
     *(("sim-torch", DATA_4, source) for source in ("arrays", "PyDataset", "DataLoader")),
-    *(("jax-alone", None, source) for source in ("arrays", "PyDataset")),
+    ("jax-alone", None, "PyDataset"),
     # Those of one process as well: what processes do below, one does.
     *unless_all([], [("jax-4", GRID, "arrays"), ("tensorflow-4", GRID, "arrays")]),
-    *(("tensorflow-alone", None, source) for source in ("PyDataset", "tf.data", "tf.data of unknown length")),
+    *(("tensorflow-alone", None, source) for source in ("tf.data", "tf.data of unknown length")),
     # Real processes.
     *(("torch-2", DATA_2, source) for source in ("arrays", "PyDataset", "DataLoader with a generator")),
     ("torch-2", DATA_2, "DataLoader with workers"),

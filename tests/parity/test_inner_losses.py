@@ -24,14 +24,15 @@ CASES = (
     *("compute_loss", "compute_metrics"),
 )
 # Each place where a loss may be called, with processes that send.
-IN_PROCESSES = unless_all(
-    ("each and all", "deep", "endpoint weighed", "several", "weights", "two calling", "step of compiled"), CASES
-)
+OF_EACH_KIND = ("each and all", "weights", "deep", "endpoint weighed", "several", "two calling", "step of compiled")
+IN_TURN = [("torch-2", "dp", 3), ("sim-torch", "2x2", 1), ("torch-2", "dp", 0)]
 OVER_HOROVOD = unless_all(("three deep", "endpoint", "reducing"), CASES)
 PLACES = [
     *(("sim-torch", "dp", 0, case) for case in CASES),
-    *(("sim-torch", kind, zero, case) for kind, zero in (("dp", 3), ("2x2", 1)) for case in IN_PROCESSES),
-    *(("torch-2", "dp", zero, case) for zero in (0, 3) for case in IN_PROCESSES),
+    *unless_all(
+        [(*IN_TURN[k % 3], case) for k, case in enumerate(OF_EACH_KIND)],
+        [(*place, case) for place in IN_TURN for case in CASES],
+    ),
     *(("horovod-2", "dp", 0, case) for case in OVER_HOROVOD),
 ]
 # Without weights and with them in turn; a flat loss goes without.

@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity.worlds import Alone, Worlds
 from tests.support.comparing import same
-from tests.support.sampling import pairwise, unless_all
+from tests.support.sampling import each_value, unless_all
 
 pytestmark = pytest.mark.processes
 
@@ -28,38 +28,26 @@ ON_TENSORFLOW = unless_all(
         *("summing", "counting", "batch"),
     ),
 )
-# Processes and Horovod run the engine that the simulator runs, with collectives and groups of their own: each kind of
-# these is in one of the cases.
-OF_EACH_KIND = unless_all(("contrastive", "sampling", "experts", "own", "time", "pairs", "helper"), CASES)
-IN_TWO = unless_all(
-    (
-        *(*OF_EACH_KIND, "supervised", "masked mean", "Keras's own", "center"),
-        *("filtering", "penalty", "functions", "attending"),
-    ),
-    CASES,
-)
+FIRST = ("sim-torch", "dp", 0)
 PLACES = [
-    *(("sim-torch", kind, zero) for kind in ("dp", "2x2") for zero in (0, 1, 3)),
+    *(("sim-torch", kind, zero) for kind in ("dp", "2x2") for zero in (0, 1, 3) if (kind, zero) != ("dp", 0)),
     *(("torch-2", "dp", zero) for zero in (0, 3)),
     ("torch-4", "2x2", 1),
     ("horovod-2", "dp", 0),
 ]
+# Processes and Horovod run the engine that the simulator runs: each case is once in it, and once elsewhere.
 ROWS = [
-    (*place, case, weighted)
-    for place in PLACES
-    for case in {"torch-2": IN_TWO, "torch-4": OF_EACH_KIND, "horovod-2": OF_EACH_KIND}.get(place[0], CASES)
-    for weighted in (False, True)
+    *((*FIRST, case, False) for case in CASES),
+    *each_value(
+        [(*place, case, weighted) for place in PLACES for case in CASES for weighted in (False, True)],
+        lambda row: (row[:3], row[3], (row[0], row[4])),
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def expected(alone: Alone) -> Any:
     return cache(lambda *args: alone.world("torch").call(RUN, None, 0, *args)[0])
-
-
-@pytest.fixture(scope="module")
-def mixed(worlds: Worlds) -> Any:
-    return cache(lambda setting, *args: worlds.get(setting).call(RUN, *args))
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +67,15 @@ def given_all_rows(found: Any) -> set[str]:
     return {name for name, why in found["_why"].items() if why.startswith("given the rows")}
 
 
-# Those that the test behind it looks at are taken first: they are run once.
-@pytest.mark.parametrize(
-    ("setting", "kind", "zero", "case", "weighted"),
-    pairwise(ROWS, cost=lambda row: row[:3] != ("sim-torch", "dp", 0) or row[4]),
-)
+@pytest.mark.parametrize(("setting", "kind", "zero", "case", "weighted"), ROWS)
 def test_it_trains_as_one_device(
-    setting: str, kind: str, zero: int, case: str, weighted: bool, expected: Any, mixed: Any, sending: Any
+    setting: str, kind: str, zero: int, case: str, weighted: bool, expected: Any, sending: Any, worlds: Worlds
 ) -> None:
     wanted = expected(case, weighted)
-    for found in mixed(setting, kind, zero, case, weighted):
+    for found in worlds.get(setting).call(RUN, kind, zero, case, weighted):
         same(found, wanted)
-        assert setting != "torch-2" or given_all_rows(found) >= sending(case)
+        if setting == "torch-2" or (setting, kind, zero) == FIRST:
+            assert given_all_rows(found) >= sending(case)
 
 
 @pytest.mark.parametrize("case", ON_TENSORFLOW)
@@ -119,14 +104,7 @@ def test_what_gives_other_rows_is_refused_on_tensorflow_over_horovod(case: str, 
         assert text in str(outcome.failure)
 
 
-@pytest.mark.parametrize("setting", ["sim-torch"])
-@pytest.mark.parametrize("case", CASES)
-def test_what_mixes_is_given_all_rows_and_nothing_else(setting: str, case: str, mixed: Any, sending: Any) -> None:
-    for found in mixed(setting, "dp", 0, case, False):
-        assert given_all_rows(found) >= sending(case)
-
-
-@pytest.mark.parametrize(("setting", "zero"), [("sim-torch", 0), ("torch-2", 3), ("torch-4", 0), ("horovod-2", 0)])
+@pytest.mark.parametrize(("setting", "zero"), [("sim-torch", 0), ("torch-2", 3)])
 def test_a_loss_may_need_more_rows_than_a_process_has(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
     """Keras traces it before the first step, with the rows of all."""
     wanted = alone.world("torch").call("tests.keras.alike:mined", None, 0)[0]

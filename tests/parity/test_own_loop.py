@@ -7,6 +7,7 @@ import pytest
 
 from tests.parity.worlds import Alone, Worlds
 from tests.support.comparing import close, same
+from tests.support.sampling import each_value
 
 pytestmark = pytest.mark.processes
 
@@ -102,10 +103,11 @@ def test_a_step_on_values_that_are_given_is_one_devices(setting: str, zero: int,
         same(found, wanted)
 
 
-@pytest.mark.parametrize(
-    "by", ["parameters", "variables", "norm", "views", "set", "derived", "own apply", "own gradients"]
-)
-@pytest.mark.parametrize(("kind", "zero"), [*(("dp", zero) for zero in range(4)), ("mp", 0), ("2x2", 1), ("2x2", 3)])
+WAYS = ("parameters", "variables", "norm", "views", "set", "derived", "own apply", "own gradients")
+CLIPPED = [(kind, zero, by) for kind, zero in (*(("dp", zero) for zero in range(4)), *SIMULATED[3:]) for by in WAYS]
+
+
+@pytest.mark.parametrize(("kind", "zero", "by"), each_value(CLIPPED, lambda row: (row[:2], (row[0] == "dp", row[2]))))
 def test_gradients_are_clipped_by_norms_of_whole_variables(
     kind: str, zero: int, by: str, alone: Alone, worlds: Worlds
 ) -> None:

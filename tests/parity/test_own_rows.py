@@ -25,8 +25,7 @@ EVERY = [(*stage, case) for case in CASES for stage in STAGES]
 FEW = [(*STAGES[k % len(STAGES)], case) for k, case in enumerate(CASES)]
 # What differs between a process and a virtual rank: generators, batches cut or read apart, threads of gradients.
 IN_HOROVOD = ("halves", "two batches that mix", "noisy", "smooth", "tested", "measuring")
-TOGETHER = [("torch-2", 0, CASES), ("torch-2", 3, unless_all(IN_HOROVOD, CASES))]
-TOGETHER += [("horovod-2", 1, unless_all(IN_HOROVOD, CASES))]
+TOGETHER = [(*place, unless_all(IN_HOROVOD, CASES)) for place in (("torch-2", 0), ("torch-2", 3), ("horovod-2", 1))]
 
 
 @pytest.fixture(scope="module")

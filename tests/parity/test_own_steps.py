@@ -28,7 +28,10 @@ SIMULATED = [
     *(("dp", 1 + k % 3, case) for k, case in enumerate(CASES)),
     *(("2x2", k % 4, case) for k, case in enumerate(CASES)),
 ]
-TOGETHER = [("torch-2", 3, CASES), ("torch-2", 0, unless_all(UNCUT, CASES)), ("horovod-2", 1, unless_all(UNCUT, CASES))]
+TOGETHER = [
+    ("torch-2", 3, unless_all(CASES[::3], CASES)),
+    *((*place, unless_all(UNCUT, CASES)) for place in (("torch-2", 0), ("horovod-2", 1))),
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ CASES = ("stack", "attention", "mixing", "own step", "shared", "remat", "accumul
 IN_PROCESSES = unless_all(("attention", "mixing", "accumulating"), CASES)
 OVER_HOROVOD = unless_all(("attention",), CASES)
 PLACES = [
-    *(("torch-2", "dp", zero, case) for zero in (0, 3) for case in IN_PROCESSES),
+    *(("torch-2", "dp", zero, case) for zero in unless_all((3,), (0, 3)) for case in IN_PROCESSES),
     *(("torch-4", "found 2x2", 0, case) for case in unless_all(("attention",), CASES)),
-    *(("horovod-2", "dp", zero, case) for zero in (0, 3) for case in OVER_HOROVOD),
+    *(("horovod-2", "dp", zero, case) for zero in unless_all((0,), (0, 3)) for case in OVER_HOROVOD),
 ]
 
 
@@ -40,7 +40,7 @@ def compare(found: Any, wanted: Any) -> None:
 IN_THE_SIMULATOR = [
     (case, devices, zero)
     for case in CASES
-    for devices, zero in ((2, 0), *unless_all(((3, 0),) if case == "attention" else (), ((3, 0),)), (3, 3))
+    for devices, zero in (*unless_all(((2, 0), (3, 0)) if case == "attention" else (), ((2, 0), (3, 0))), (3, 3))
 ]
 
 

@@ -17,9 +17,9 @@ RUN = "tests.keras.recomputed:trained"
 AS_PROGRAMS = "tests.keras.torch.promised:run"
 BLOCKS = [f"block_{k}" for k in range(2)]
 PLACES = [
-    *(("sim-torch", kind, zero, "block") for kind, zero in (("dp", 0), ("dp", 3), ("2x2", 1), ("mp", 0))),
+    *(("sim-torch", kind, zero, "block") for kind, zero in (("2x2", 1), ("mp", 0))),
     ("sim-torch", "dp", 3, "attention"),
-    *(("torch-2", "dp", zero, "block") for zero in (0, 3)),
+    ("torch-2", "dp", 3, "block"),
     ("horovod-2", "dp", 0, "block"),
     ("jax-4", "dp", 0, "block"),
     # XLA cuts what is recomputed as what is not: one place has another mesh, stored shards and attention at once.

@@ -40,10 +40,24 @@ def test_two_columns_are_kept_whole(sampled: None) -> None:
     assert sampling.pairwise(every) == every
 
 
+def test_every_value_occurs_and_columns_that_must_meet_do(sampled: None) -> None:
+    every = list(product(range(3), range(4), range(12)))
+    assert len(sampling.each_value(every)) == 12
+    found = sampling.each_value(every, lambda row: (row[:2], row[2]))
+    assert {row[:2] for row in found} == set(product(range(3), range(4)))
+    assert {row[2] for row in found} == set(range(12))
+    assert len(found) == 12
+
+
+def test_of_rows_that_cover_as_much_the_cheapest_is_taken(sampled: None) -> None:
+    every = list(product(range(3), "ab"))
+    assert {row[1] for row in sampling.each_value(every, lambda row: row[:1], cost=lambda row: row[1] == "a")} == {"b"}
+
+
 def test_all_of_them_run_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "WHOLE", True)
     every = list(product(range(3), range(3), range(3)))
-    assert sampling.pairwise(every) == every
+    assert sampling.pairwise(every) == sampling.each_value(every) == every
 
 
 def test_one_seed_gives_one_sample(sampled: None, monkeypatch: pytest.MonkeyPatch) -> None:

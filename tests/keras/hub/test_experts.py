@@ -45,8 +45,9 @@ def why(model: Any) -> dict[str, str]:
     return dict(unidist.describe(model).why)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "model": 2}, {"context": 2, "model": 2}], ids=str)
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("mixtral", {"data": 2, "model": 2}), ("gpt-oss", {"context": 2, "model": 2})], ids=str
+)
 def test_beside_other_axes(name: str, sizes: dict[str, int]) -> None:
     zero = 3 if "data" in sizes and name == "mixtral" else 0
     found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(zoo.mesh(sizes), zero=zero))

@@ -18,10 +18,8 @@ from unidist.keras.records import model_record
 
 # LENGTH is 6: on 4 devices its parts are 2, 2, 2 and 0 places.
 CASES = [
-    *(("bert", n) for n in (2, 4)),
-    *(("llama gqa", n) for n in (2, 4)),
-    *((name, 2) for name in ("llama mqa", "gpt2", "mistral", "gemma", "t5", "vit", "albert", "bart", "bloom")),
-    ("falcon", 4),
+    *((name, 2) for name in ("bert", "llama mqa", "gpt2", "t5", "vit", "bart", "bloom")),
+    *((name, 4) for name in ("llama gqa", "falcon")),
 ]
 
 
@@ -43,8 +41,7 @@ def test_a_backbone_trains_as_on_one_device(name: str, ranks: int) -> None:
     assert {row for op, row in sums if op == "reduce_scatter"} == set(rows)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["bert", "llama gqa"])
+@pytest.mark.parametrize(("name", "ranks"), [("bert", 2), ("llama gqa", 4)])
 def test_a_block_sends_the_halves_of_its_all_reduces(name: str, ranks: int) -> None:
     """Two all_reduces forward and two backward of a block are four reduce_scatters and four all_gathers, of the same
     bytes: (n - 1) / n of the activations each."""

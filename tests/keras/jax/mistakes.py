@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from unidist.algebra import Layout
 from unidist.keras.consistency.processes import Processes
-from unidist.keras.jax import data, layouts, redistribution, rowwise, zero_collectives
+from unidist.keras.jax import data, layouts
 from unidist.keras.records import model_record, variable_record
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -22,10 +21,6 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         lambda shape, distribution: layouts.replicated(distribution),
     ),
     "seeds differ by process": (Processes, "align_seeds", lambda self: None),
-    "states stay whole": (layouts, "layouts_of", lambda variable, distribution: variable_record.alike(Layout())),
-    "rows are taken for alone": (rowwise, "is_row_wise", lambda *programs: True),
-    "gradients come twice": (zero_collectives.Cut, "joined", lambda self, value: value * 2),
-    "gradients in part": (redistribution, "_to_state", lambda placed, value: value / 2),
 }
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from tests import preloaded
-from tests.keras.jax.worlds import joined, virtual, with_tensorflow
-from tests.launch.runs import run
+from tests.keras.jax.worlds import virtual, with_tensorflow
 from tests.support.comparing import same, same_bits, same_in_half_precision
 from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessWorld
@@ -37,21 +36,23 @@ _TOGETHER = {
     "clipvalue, ema at the end": ("dp", 0),
     "global clipnorm, decay": ("dp", 3),
 }
-OPTIMIZERS = {
-    **unless_all(_TOGETHER, _ONE_BY_ONE),
-    "accumulation": ("dp", 1),
-    "scaled": ("dp", 3),
-    "overflow": ("2x2", 0),
-    "adafactor": ("2x2", 1),
-    "scaled accumulation": ("2x2", 1),
+# XLA cuts updates of each number as any operation; in "several" a part is Muon's.
+_NUMBER_BY_NUMBER = {
     "rmsprop": ("2x2", 2),
     "lion": ("dp", 1),
     "adagrad": ("2x2", 3),
     "nadam": ("dp", 2),
-    "lamb": ("dp", 3),
     "muon": ("2x2", 3),
+}
+OPTIMIZERS = {
+    **unless_all(_TOGETHER, _ONE_BY_ONE),
+    "overflow": ("2x2", 0),
+    "adafactor": ("2x2", 1),
+    "scaled accumulation": ("dp", 1),
+    "lamb": ("dp", 3),
     "schedule free": ("dp", 3),
     "several": ("2x2", 1),
+    **unless_all({}, _NUMBER_BY_NUMBER),
 }
 
 
@@ -83,11 +84,8 @@ def test_averages_outlive_an_evaluation(four: ProcessWorld) -> None:
     ("name", "kind", "zero"),
     [
         ("regularized", "2x2", 0),
-        ("regularized", "dp", 3),
         ("covariance", "dp", 1),
-        ("covariance", "2x2", 3),
         ("besides", "dp", 3),
-        ("lora", "2x2", 0),
         ("lora", "2x2", 3),
     ],
 )
@@ -97,7 +95,7 @@ def test_models_and_losses(four: ProcessWorld, expected: Any, name: str, kind: s
     assert found["spread"] == 4
 
 
-@pytest.mark.parametrize(("kind", "zero", "name"), [("dp", 0, "binary"), ("2x2", 3, "binary"), ("dp", 1, "own")])
+@pytest.mark.parametrize(("kind", "zero", "name"), [("2x2", 3, "binary"), ("dp", 1, "own")])
 def test_metrics(four: ProcessWorld, expected: Any, kind: str, zero: int, name: str) -> None:
     same(four.call(RUN("measured"), kind, zero, name)[0], expected("measured", *ALONE, name))
 
@@ -109,29 +107,28 @@ def test_metrics_are_reduced_with_the_gradients(four: ProcessWorld) -> None:
     assert 0 < sizes[1] - sizes[0] <= 3 * 4 * Fraction(2 * 3 * 4, 4)
 
 
-@pytest.mark.parametrize(("kind", "zero"), [("2x2", 0), ("dp", 3)])
-@pytest.mark.parametrize(("policy", "bits"), [("mixed_bfloat16", 8), ("mixed_float16", 11)])
-def test_half_precision(four: ProcessWorld, expected: Any, kind: str, zero: int, policy: str, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "bits", "kind", "zero"), [("mixed_bfloat16", 8, "dp", 3), ("mixed_float16", 11, "2x2", 0)]
+)
+def test_half_precision(four: ProcessWorld, expected: Any, policy: str, bits: int, kind: str, zero: int) -> None:
     found, alone = four.call(RUN("mixed"), kind, zero, policy)[0], expected("mixed", *ALONE, policy)
     assert found["dtypes"] == ["float32"]
     same_in_half_precision(found, alone, bits)
 
 
-@pytest.mark.parametrize(("program", "kind", "zero"), [("toggled", "2x2", 3), ("few", "dp", 3), ("few", "2x2", 0)])
+@pytest.mark.parametrize(("program", "kind", "zero"), [("toggled", "2x2", 3), ("few", "dp", 3)])
 def test_loops(four: ProcessWorld, expected: Any, program: str, kind: str, zero: int) -> None:
     same(four.call(RUN(program), kind, zero)[0], expected(program, *ALONE))
 
 
-@pytest.mark.parametrize(
-    ("name", "zero"), [("plain", 0), ("centred", 1), ("tied", 0), ("tied", 3), ("spectral", 0), ("spectral", 1)]
-)
+@pytest.mark.parametrize(("name", "zero"), [("plain", 0), ("centred", 1), ("tied", 3), ("spectral", 1)])
 def test_tables_and_rows_that_do_not_divide(four: ProcessWorld, expected: Any, name: str, zero: int) -> None:
     found = four.call(RUN("looked_up"), "2x2", zero, name)[0]
     same(found, expected("looked_up", *ALONE, name))
     assert any(path.endswith("table/embeddings") for path in found["sharded"])
 
 
-@pytest.mark.parametrize(("kind", "zero"), [("dp", 0), ("dp", 3), ("2x2", 1)])
+@pytest.mark.parametrize(("kind", "zero"), [("dp", 0), ("2x2", 1)])
 def test_rows_are_sorted(four: ProcessWorld, one: ProcessWorld, kind: str, zero: int) -> None:
     """Those of a batch that does not divide, and one less than those of a batch that does."""
     program = "tests.keras.mixing:mixed"
@@ -140,17 +137,15 @@ def test_rows_are_sorted(four: ProcessWorld, one: ProcessWorld, kind: str, zero:
     assert found["spread"] == 4
 
 
-@pytest.mark.parametrize(("kind", "zero"), [("2x2", 1), ("dp", 3)])
-def test_dropout_and_noise_are_one_devices(four: ProcessWorld, expected: Any, kind: str, zero: int) -> None:
+def test_dropout_and_noise_are_one_devices(four: ProcessWorld, expected: Any) -> None:
     """And two runs with one seed are the same to the last bit."""
-    once, again = (four.call(RUN("seeded"), kind, zero)[0] for _ in range(2))
+    once, again = (four.call(RUN("seeded"), "2x2", 1)[0] for _ in range(2))
     same(once, expected("seeded", *ALONE))
     same_bits(again, once)
 
 
-@pytest.mark.parametrize(("kind", "zero"), [("dp", 1), ("2x2", 3)])
-def test_one_devices_overflow_skips_the_step_on_all(four: ProcessWorld, kind: str, zero: int) -> None:
-    found = four.call(COUNTED("overflowed"), kind, zero)[0]
+def test_one_devices_overflow_skips_the_step_on_all(four: ProcessWorld) -> None:
+    found = four.call(COUNTED("overflowed"), "2x2", 3)[0]
     assert 2.0**97 in [float(slot) for slot in found["slots"] if slot.ndim == 0]
     for path, value in found["before"].items():
         np.testing.assert_array_equal(found["weights"][path], value)
@@ -160,9 +155,8 @@ def test_losses_that_are_added_alone(four: ProcessWorld, one: ProcessWorld) -> N
     same(four.call(COUNTED("unsupervised"), "dp", 3)[0], one.call(COUNTED("unsupervised"), *ALONE)[0])
 
 
-@pytest.mark.parametrize(("kind", "zero"), [("dp", 3), ("2x2", 1)])
-def test_the_documented_step_of_the_users_own(four: ProcessWorld, one: ProcessWorld, kind: str, zero: int) -> None:
-    found = four.call("tests.keras.jax.steps:run", kind, zero)[0]
+def test_the_documented_step_of_the_users_own(four: ProcessWorld, one: ProcessWorld) -> None:
+    found = four.call("tests.keras.jax.steps:run", "dp", 3)[0]
     same(found, one.call("tests.keras.jax.steps:run", *ALONE)[0])
     assert found["sharded"]
 
@@ -180,21 +174,11 @@ def test_copies_of_a_value_are_the_same_to_the_last_bit(pair: ProcessWorld) -> N
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_loss_may_need_more_rows_than_a_process_has(pair: ProcessWorld, one: ProcessWorld, zero: int) -> None:
+def test_a_loss_may_need_more_rows_than_a_process_has(pair: ProcessWorld, one: ProcessWorld) -> None:
     """Keras traces it before the first step, with the rows of all."""
     wanted = one.call("tests.keras.alike:mined", *ALONE)[0]
-    for found in pair.call("tests.keras.alike:mined", "dp", zero):
+    for found in pair.call("tests.keras.alike:mined", "dp", 3):
         same(found, wanted)
-
-
-@pytest.mark.processes
-def test_tensorboard_is_written_once(tmp_path: Path) -> None:
-    env = with_tensorflow()
-    with ProcessWorld(2, launcher="jax", env=env, setup=joined, setup_args=(2,), timeout=200, preload=PRELOAD) as world:
-        for found in world.call(RUN("boarded"), "dp", 3, str(tmp_path)):
-            assert found == [str(tmp_path)]
-    assert len([p for p in (tmp_path / "train").iterdir() if "tfevents" in p.name]) == 1
 
 
 @pytest.mark.processes
@@ -219,24 +203,3 @@ def test_tf_data(expected: Any) -> None:
         1, launcher=None, env=with_tensorflow(), setup=virtual, setup_args=(4,), timeout=200, preload=PRELOAD
     ) as world:
         same(world.call(RUN("streamed"), "dp", 1, "tf.data")[0], expected("streamed", *ALONE, "arrays"))
-
-
-FAULTY = """
-import unidist
-
-unidist.use("jax")
-from tests.keras.contract import raising
-
-raising()
-"""
-
-
-@pytest.mark.processes
-def test_data_that_raises_on_one_process_ends_the_run(tmp_path: Path) -> None:
-    """The others wait for that process in a collective; none is left waiting."""
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY)
-    done = run(["-n", "2", "--backend", "jax", "--devices-per-process", "2", str(script)], tmp_path)
-    assert done.code != 0
-    assert "the disk of process 1 is gone" in done.out + done.err
-    assert done.seconds < 90

@@ -18,13 +18,9 @@ SLOTS = {"adam": 2, "momentum": 1}
 CASES = [
     ("mlp", "dp", 1, "adam"),
     ("mlp", "dp", 2, "adam"),
-    ("mlp", "dp", 3, "adam"),
-    ("mlp", "2x2", 1, "adam"),
     ("mlp", "2x2", 3, "adam"),
-    ("conv", "dp", 3, "adam"),
     ("conv", "2x2", 1, "adam"),
     ("lstm", "dp", 3, "momentum"),
-    ("two_outputs", "2x2", 3, "momentum"),
     ("subclassed", "dp", 1, "adam"),
 ]
 
@@ -51,15 +47,14 @@ def test_four_devices_train_as_one(
 ) -> None:
     found = four.call(RUN("train"), name, kind, zero, optimizer)[0]
     same(found, expected("train", name, None, 0, optimizer))
-    if name != "two_outputs":  # whose bias of one value stays whole
-        spread(found, kind, zero, optimizer)
-        assert found["described slots"] == found["slot count"]
+    spread(found, kind, zero, optimizer)
+    assert found["described slots"] == found["slot count"]
     # What is updated in parts is gathered: after the update, or before the next use.
     assert found["sent"]["all_gather"] > 0
     assert found["sent"]["all_reduce"] + found["sent"]["reduce_scatter"] > 0
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_what_is_sent_is_the_closed_form(four: ProcessWorld, expected: Any, zero: int) -> None:
     """A reduce_scatter and an all_gather a variable and step: 2 (n-1)/n P. At stage 3 the program asks for the values
     again in backward, 3 (n-1)/n P; XLA's pipeline for CPUs keeps the first ones instead."""
@@ -92,19 +87,11 @@ def test_a_layer_that_mixes_rows_is_left_to_the_compiler(four: ProcessWorld, exp
     assert found["sent"]["reduce_scatter"][0] == 3 * (len(found["weights' bytes"]) - 1)
 
 
-@pytest.mark.parametrize("mistake", ["rows are taken for alone", "gradients come twice"])
-def test_regions_that_are_wrong_change_the_numbers(four: ProcessWorld, expected: Any, mistake: str) -> None:
-    found = four.call("tests.keras.jax.mistakes:run_with", mistake, RUN("sent"), "dp", 1, False)[0]
-    with pytest.raises(AssertionError):
-        same(found, expected("sent", None, 0, False))
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(("kind", "zero"), [("2x2 across", 3), ("dp", 1)])
-def test_two_processes_of_two_devices_train_as_one(pair: ProcessWorld, expected: Any, kind: str, zero: int) -> None:
-    for found in pair.call(RUN("train"), "mlp", kind, zero):
+def test_two_processes_of_two_devices_train_as_one(pair: ProcessWorld, expected: Any) -> None:
+    for found in pair.call(RUN("train"), "mlp", "2x2 across", 3):
         same(found, expected("train", "mlp", None, 0, "adam"))
-        spread(found, kind, zero, "adam")
+        spread(found, "2x2 across", 3, "adam")
 
 
 def test_a_built_optimizer_is_laid_anew(four: ProcessWorld, expected: Any) -> None:
@@ -130,7 +117,7 @@ def test_processes_save_what_none_holds_whole(pair: ProcessWorld, expected: Any,
         same(found, expected("resumed", (None, 0), None, ""))
 
 
-@pytest.mark.parametrize(("kind", "zero", "eagerly"), [("dp", 3, False), ("2x2", 1, False), ("dp", 3, True)])
+@pytest.mark.parametrize(("kind", "zero", "eagerly"), [("2x2", 1, False), ("dp", 3, True)])
 def test_a_step_written_by_hand(four: ProcessWorld, expected: Any, kind: str, zero: int, eagerly: bool) -> None:
     found = four.call(RUN("by_hand"), kind, zero, eagerly)[0]
     same(found, expected("by_hand", None, 0, False))
@@ -140,18 +127,6 @@ def test_a_step_written_by_hand(four: ProcessWorld, expected: Any, kind: str, ze
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_call_and_an_update_outside_of_fit(four: ProcessWorld, zero: int) -> None:
     assert four.call(RUN("outside"), zero)[0]
-
-
-def test_states_that_stay_whole_are_noticed(four: ProcessWorld) -> None:
-    found = four.call("tests.keras.jax.mistakes:run_with", "states stay whole", RUN("train"), "mlp", "dp", 1)[0]
-    with pytest.raises(AssertionError):
-        spread(found, "dp", 1, "adam")
-
-
-def test_gradients_that_are_cut_wrongly_change_the_numbers(four: ProcessWorld, expected: Any) -> None:
-    found = four.call("tests.keras.jax.mistakes:run_with", "gradients in part", RUN("train"), "mlp", "dp", 3)[0]
-    with pytest.raises(AssertionError):
-        same(found, expected("train", "mlp", None, 0, "adam"))
 
 
 def test_a_sparse_gradient_is_one_devices(four: ProcessWorld) -> None:

@@ -120,7 +120,7 @@ def compare(name: str, kind: str, compiler: str) -> tuple[dict[str, str], int, d
     return dict(steps.why), steps.compiled, dict(counters["stats"]), dict(counters["graph_break"])
 
 
-def held_at_once(policy: str) -> tuple[int, int]:
+def held_at_once() -> tuple[int, int]:
     """(how often weights are gathered, how many are there at once) in a program of a step, of four equal layers of
     768 units stored as shards: a weight is there from the operation that gathers it to the last one that reads it."""
     graphs: list[torch.fx.GraphModule] = []
@@ -134,7 +134,7 @@ def held_at_once(policy: str) -> tuple[int, int]:
     keras.utils.set_random_seed(2)
     with compiling, mock.patch.object(param_groups, "UNIT_BYTES", 1):
         with strategy_of("shards").scope():
-            layers = [keras.layers.Dense(768, activation="relu", dtype=policy) for _ in range(4)]
+            layers = [keras.layers.Dense(768, activation="relu", dtype="mixed_bfloat16") for _ in range(4)]
             model = keras.Sequential([keras.Input((768,)), *layers, keras.layers.Dense(1)])
             # With larger steps so wide a model diverges, and what is not a number is not proven.
             model.compile(keras.optimizers.SGD(1e-5), "mse", jit_compile=True)

@@ -54,17 +54,6 @@ def with_tensorflow():
 
 
 @pytest.mark.processes
-def test_tf_data_in_the_simulator():
-    env = {"KERAS_BACKEND": "torch", **WITH_TENSORFLOW}
-    preload = preloaded.TORCH_AND_TENSORFLOW
-    with ProcessWorld(
-        1, launcher=None, env=env, setup=cases.start, setup_args=("sim",), timeout=240, preload=preload
-    ) as processes:
-        for name in OF_TENSORFLOW:
-            processes.call(cases.source, name)
-
-
-@pytest.mark.processes
 def test_tf_data_in_two_processes(with_tensorflow):
     for name in OF_TENSORFLOW:
         with_tensorflow.call(cases.source, name)

@@ -9,7 +9,6 @@ import pytest
 
 from tests import preloaded
 from tests.keras.torch import whole
-from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessFailedError, ProcessWorld
 
 pytestmark = pytest.mark.processes
@@ -35,12 +34,13 @@ WIDER = {"lowered": 1e-2, "normed": 1e-4, "images": 1e-4}
 # Parts that are updated and joined; shards that are gathered before they are read, and again in backward; parts of
 # sequences; gradients that wait for those of later steps.
 CUT = {
-    "zero1": ["averaged", "scaled", "every second", "own step", "in float8", "accumulated"],
-    "zero3": ["own step", "scaled", "noisy", "lowered", "in float8", "attending", "centred"],
-    "sequence": ["attending"],
-    "zero1 on the host": ["averaged", "scaled", "every second", "accumulated"],
+    "zero1": ["every second", "accumulated"],
+    "zero3": ["lowered", "in float8"],
+    "zero1 on the host": ["averaged"],
     "zero3 on the host": ["own step"],
 }
+# Those that are in no test below, where values are cut as well.
+WHOLE_VALUES = [name for name in whole.CASES if name not in ("own step", "attending", "in float8", "lowered", "normed")]
 
 
 def _check(name: str, world: ProcessWorld, kind: str) -> None:
@@ -61,12 +61,12 @@ def _check(name: str, world: ProcessWorld, kind: str) -> None:
         assert found["programs"] == (count, count if name != "accumulated" else 3)  # ragged ones are too few
 
 
-@pytest.mark.parametrize("name", whole.CASES)
+@pytest.mark.parametrize("name", WHOLE_VALUES)
 def test_a_step_is_what_it_is_without_a_program(name: str, world: ProcessWorld) -> None:
     _check(name, world, "data")
 
 
-@pytest.mark.parametrize("name", ["scaled", "attending", "centred", "noisy"])
+@pytest.mark.parametrize("name", ["attending", "centred"])
 def test_under_tensor_parallelism(name: str, world: ProcessWorld) -> None:
     _check(name, world, "model")
 
@@ -83,15 +83,13 @@ def test_on_a_mesh_of_two_axes_with_parts_of_sequences_and_stored_shards() -> No
 
 def test_of_three_processes_one_has_no_row_of_the_last_batch() -> None:
     with _world(3) as world:
-        # What has no row there, and nothing of which is stored whole; the other two cases are each half of it.
+        # What has no row there, and nothing of which is stored whole.
         _check("normed", world, "zero3")
-        for name in unless_all((), ("normed", "two losses")):
-            _check(name, world, "data")
         for found in world.call(whole.compared, "rounding", "data"):
             assert found["why"] == {}
 
 
-@pytest.mark.parametrize("name", ["regularized", "two losses", "centred", "own step"])
+@pytest.mark.parametrize("name", ["two losses", "centred"])
 def test_it_is_what_one_device_computes(name: str, world: ProcessWorld) -> None:
     for apart in world.call(whole.beside_one_device, name, "zero3" if name == "two losses" else "data"):
         assert apart <= 1e-5
@@ -107,11 +105,10 @@ def test_what_reads_values_runs_as_it_is_and_says_why(name: str, world: ProcessW
         assert found["told"] == f"runs as it is, though jit_compile=True: {found['why']['train']}"
 
 
-@pytest.mark.parametrize(("freezing", "programs"), [(False, (2, 2)), (True, (4, 2))])
-def test_callbacks_that_change_a_model_are_seen(freezing: bool, programs: tuple[int, int], world: ProcessWorld) -> None:
-    for apart, counts in world.call(whole.steered, freezing):
+def test_callbacks_that_change_a_model_are_seen(world: ProcessWorld) -> None:
+    for apart, counts in world.call(whole.steered):
         assert apart <= 1e-5
-        assert counts == programs
+        assert counts == (4, 2)
 
 
 def test_programs_are_compared_again_where_all_is_checked(world: ProcessWorld) -> None:

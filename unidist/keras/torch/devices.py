@@ -76,14 +76,6 @@ def _is_of_numbers(x: Any) -> bool:
     return type(x) in (bool, int, float)
 
 
-def filled(number: float, like: torch.Tensor) -> torch.Tensor:
-    """Returns a number where a tensor is, in its dtype.
-
-    It is written there: to copy it from the host would wait for all that the device has yet to compute.
-    """
-    return torch.full((), float(number), dtype=like.dtype, device=like.device)
-
-
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on a GPU, by a copy that is not waited for; as it is where there is none."""
     if device.type != "cuda" or x.device.type != "cpu":
