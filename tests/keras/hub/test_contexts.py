@@ -125,14 +125,15 @@ def test_what_backward_keeps_is_planned(sizes: dict[str, int], attention: str, q
     assert plan.activation_bytes_per_device < 1.15 / sizes["context"] * one.activation_bytes_per_device
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_each_collective_is_planned(zero: int) -> None:
+@pytest.mark.parametrize(("zero", "attention"), [(1, "auto"), (3, "auto"), (3, "ring")])
+def test_each_collective_is_planned(zero: int, attention: Any) -> None:
     """But the sums of one number, by which a loss adds up places."""
     sizes = {"data": 2, "context": 2}
-    model = zoo.train(zoo.BACKBONES["bert"], strategy(sizes, zero=zero), steps=1).model
+    model = zoo.train(zoo.BACKBONES["bert"], strategy(sizes, zero=zero, attention=attention), steps=1).model
     with unidist.ledger() as traffic:
         model.train_on_batch(zoo.inputs(model), np.zeros((zoo.ROWS, 3), "float32"))
-    plan = unidist.plan(model, unidist.Mesh(sizes), batch=zoo.ROWS, sequence=zoo.LENGTH, zero=zero)
+    options: dict[str, Any] = {"zero": zero, "attention": attention}
+    plan = unidist.plan(model, unidist.Mesh(sizes), batch=zoo.ROWS, sequence=zoo.LENGTH, **options)
     planned, sent = (
         Counter((e.op, e.bytes) for e in ledger.events if e.axes == ("context",) and e.bytes > 4)
         for ledger in (plan.predicted, traffic)

@@ -4,6 +4,8 @@ A rank never has more keys than its own and those that pass. What it finds of ea
 and the sum of weights so far. Backward sends keys and values round once more, and their gradients behind them. So a
 rank sends as many bytes as K and V have there 3 (n - 1) times.
 
+Each part is computed by torch's products and exponentials: of its fused kernels, private functions alone give the sums.
+
 Under a causal mask the last rank would attend to all keys and the first to its own. So there each rank is dealt two
 chunks of the 2 n of a sequence, r and 2 n - 1 - r, and gives them back: all ranks compute alike at each step.
 
