@@ -21,7 +21,7 @@ from unidist.keras.torch import borders, carrying, changes, context, cutting
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.gathers import Gathers
 from unidist.keras.torch.layers import applying, contexts, experts, rules, sequence
-from unidist.keras.torch.params import output_ownership, placing
+from unidist.keras.torch.params import param_groups, placing
 from unidist.keras.torch.step import activity, attributes, drawing, eagerly, metrics, own_apply, statistics
 from unidist.keras.torch.step.rank_local import PerRankList, PerRankSet
 from unidist.keras.torch.step.step_comm import Traffic
@@ -242,7 +242,7 @@ class Engine:
         def stepped(frame: Frame, own: Any) -> Any:
             with self._on_carriers(frame, own) as batch:
                 out = function([batch])
-                out = out if isinstance(out, metrics.Unread) else output_ownership.owned(frame, carrying.plain(out))
+                out = out if isinstance(out, metrics.Unread) else param_groups.owned(frame, carrying.plain(out))
             return out if kind == "predict" else carrying.agreed(frame, out)
 
         def as_it_is(frame: Frame, own: Any) -> Any:
