@@ -1,4 +1,4 @@
-"""Operations that a program takes whole: they draw random numbers by a seed's state, a tensor, or copy a number.
+"""Holds operations that a program takes whole: they draw numbers by a seed's state, or copy a number.
 
 Imported where a program is traced: to make such an operation takes torch as long as the rest of a driver's imports.
 """
