@@ -7,6 +7,7 @@ import importlib
 import math
 import shutil
 import time
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,7 +105,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     say("\n" + _traffic(traffic, len(many.losses)))
 
     say("\nThe same on one device:")
-    alone, _ = _train(_model(), digits, options.epochs, verbose=2 if options.quiet else 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "model 'digits' has no strategy")
+        alone, _ = _train(_model(), digits, options.epochs, verbose=2 if options.quiet else 1)
     say("\n" + _epochs(many, alone))
     if adapter.process_count() == 1:
         say("Virtual devices share this machine's cores: they show the numbers, and not the speed.")

@@ -30,7 +30,8 @@ def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, 
             the launcher's environment and Keras's backend say, else "sim". A line on standard error says which.
             Keras's backend is that of KERAS_BACKEND, else of keras.json, else the first that is installed of torch,
             jax and tensorflow. (A keras.json as Keras writes it by itself says nothing.)
-        devices: how many virtual devices (sim; jax and tensorflow on CPU), or a list of device names.
+        devices: how many devices, or a list of their names. They are virtual on sim, and with jax and tensorflow on
+            CPU; elsewhere `unidist run` must have started as many.
         options: further arguments of the adapter.
 
     Returns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Literal
 
 
 def table(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> str:
@@ -41,8 +40,8 @@ def titled(title: str, rows: Sequence[Sequence[str]], numbers: Container[int], w
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     is_short = max(len(row[0]) for row in rows) <= width // 2
     for k, name in enumerate(head):
-        side: Literal["left", "right"] = "right" if k in numbers else "left"
-        drawn.add_column(name, justify=side, overflow="fold", no_wrap=is_short and k == 0)
+        is_whole = is_short and k == 0
+        drawn.add_column(name, justify="right" if k in numbers else "left", overflow="fold", no_wrap=is_whole)
     for row in body:
         drawn.add_row(*row)
     console = Console(width=width, force_terminal=False, color_system=None, markup=False, emoji=False)

@@ -52,6 +52,7 @@ def test_a_missed_bound_is_a_non_zero_exit_code_on_any_mesh() -> None:
     assert "MISS  accuracy on held-back digits" in done.stdout
     assert (done.stdout.count("MISS  "), done.stdout.count("ok  ")) == (1, 2)
     assert "Mesh({'data': 1, 'model': 2})" in done.stdout
+    assert "Warning" not in done.stderr, "a newcomer would look for what is wrong"
 
 
 def test_without_scikit_learn_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

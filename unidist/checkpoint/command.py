@@ -34,8 +34,8 @@ _PIECE = 1 << 20
 # Bytes that are copied at once into a plain file.
 _COPIED = 16 << 20
 _OUT = "a folder that is empty or not there yet; or NAME.keras, or NAME.weights.h5, which Keras writes"
-# A model's config has thousands of letters.
-_MOST_SHOWN = 300
+# A model's config and random states have thousands of letters.
+_MOST_SHOWN = 80
 
 
 def main(arguments: Sequence[str], by_keras: Callable[[str, Step, Path], None]) -> int:
@@ -134,15 +134,23 @@ def _show(directory: str, step: Step) -> int:
         print(table(rows))
         total = sum(tensor.nbytes for tensor in reader.tensors.values())
         print(f"{len(reader.tensors)} tensors, {_size(total)}")
-        print(f"noted: {json.dumps(_shortened(reader.facts), indent=1)}")
+        print()
+        print(table([("noted", "value"), *_noted(reader.facts)]))
     return 0
 
 
-def _shortened(facts: Any) -> Any:
+def _noted(facts: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yields a row for each fact: its keys, and the value; of long ones how long they are.
+
+    What is empty is left out.
+    """
     if isinstance(facts, Mapping):
-        return {key: _shortened(value) for key, value in facts.items()}
-    is_long = isinstance(facts, str) and len(facts) > _MOST_SHOWN
-    return f"{facts[:_MOST_SHOWN]}... ({len(facts)} letters)" if is_long else facts
+        for key, value in facts.items():
+            yield from _noted(value, (*path, str(key)))
+    elif facts not in (None, "", []):
+        text = facts if isinstance(facts, str) else json.dumps(facts)
+        is_long, of = len(text) > _MOST_SHOWN, "letters" if isinstance(facts, str) else "values"
+        yield ".".join(path), f"{len(facts):,} {of}" if is_long else text
 
 
 def _verify(directory: str, step: Step) -> int:

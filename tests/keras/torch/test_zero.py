@@ -799,8 +799,9 @@ def test_steps_that_torch_would_compile_run_eagerly_in_the_simulator():
     def build():
         return OwnStep(inputs := layers.Input((12,)), layers.Dense(3)(inputs))
 
-    with pytest.warns(UserWarning, match=r"runs model 'own_step\w*' eagerly"):
+    with pytest.warns(UserWarning, match=r"runs model 'own_step\w*' eagerly") as said:
         found = train(build, x, y, unidist.DataParallel(zero=3), compiled={"loss": "mse", "jit_compile": True})
+    assert "/tests/" in said[0].filename, "a warning names the line of the program, not one of unidist's"
     assert_equal(found, train(build, x, y, compiled={"loss": "mse"}))
 
 

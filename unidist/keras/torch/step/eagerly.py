@@ -5,12 +5,12 @@ In the simulator ranks take turns, as no program does. A torch module in a model
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from unidist.keras.patching.compat import TorchModuleWrapper, Trainer
 from unidist.keras.patching.patches import Hook
+from unidist.keras.records import layer_report
 from unidist.keras.torch import context
 from unidist.keras.torch.world import RankWorld
 
@@ -57,4 +57,4 @@ def tell(model: Any, world: RankWorld) -> None:
             f"model {model.name!r} has a torch module, so it runs eagerly, with the same numbers. Compile the module "
             "itself: torch.compile(module)"
         )
-    warnings.warn(f"jit_compile=True: {text}", UserWarning, stacklevel=2)
+    layer_report.warn(f"jit_compile=True: {text}")
