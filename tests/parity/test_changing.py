@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.parity.worlds import SETTINGS, Alone, Worlds
+from tests.parity.worlds import Alone, Worlds
 from tests.support.comparing import same
-from tests.support.sampling import each_value, unless_all
+from tests.support.sampling import pairwise, unless_all
 
 pytestmark = pytest.mark.processes
 
@@ -34,8 +34,6 @@ OF_EACH_KIND = unless_all(
 ROWS = [
     (*place, case) for place in PLACES for case in (OF_EACH_KIND if place[0] in ("torch-4", "horovod-2") else CASES)
 ]
-# Each case with cut features and without, and each place.
-SAMPLE = each_value(ROWS, lambda row: (row[:3], row[1::2]), cost=lambda row: SETTINGS[row[0]].processes)
 # Those that another loss, or another layer, is a case of: on torch above.
 FEW = unless_all(("another_loss", "layer_added", "activity"), TRACED)
 
@@ -49,7 +47,7 @@ def expected(alone: Alone) -> Any:
     return cache(run)
 
 
-@pytest.mark.parametrize(("setting", "kind", "zero", "case"), SAMPLE)
+@pytest.mark.parametrize(("setting", "kind", "zero", "case"), pairwise(ROWS))
 def test_it_trains_as_one_device(setting: str, kind: str, zero: int, case: str, expected: Any, worlds: Worlds) -> None:
     for found in worlds.get(setting).call(RUN, kind, zero, case):
         same(found, expected("torch", "changed", None, 0, case))

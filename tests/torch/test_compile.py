@@ -167,7 +167,7 @@ def _difference(moves: list[tuple[Program, torch.Tensor, torch.Tensor]]) -> floa
     return max([float((a - b).abs().max()) for a, b in zip(*results, strict=True) if a.numel()], default=0.0)
 
 
-@pytest.mark.parametrize(("shape", "reverse"), [((1, 5), False), ((7, 3), True)])
+@pytest.mark.parametrize(("shape", "reverse"), [((8, 4), False), ((7, 3), True), ((1, 5), True)])
 def test_every_move_compiles_to_the_same_values_and_gradients(
     world: ProcessWorld, shape: tuple[int, ...], reverse: bool
 ) -> None:
