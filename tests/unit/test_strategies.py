@@ -77,6 +77,31 @@ def test_the_axes_of_a_mesh_are_data_or_model_by_name_or_by_order(
     assert choose_axes(Mesh(dict.fromkeys(axes, 2), range(2 ** len(axes))), *named) == wanted
 
 
+@pytest.mark.parametrize(
+    ("axes", "named", "wanted"),
+    [
+        (("data", "expert"), (None, None), (("data", "expert"), ())),
+        (("expert", "model"), (None, None), (("expert",), ("model",))),
+        (("data", "expert", "model"), ("data", None), (("data",), ("model",))),
+        (("data", "expert"), (None, "expert"), (("data",), ("expert",))),
+    ],
+)
+def test_an_axis_of_experts_cuts_the_batch_unless_others_are_named(
+    axes: tuple[str, ...], named: tuple[str | None, str | None], wanted: tuple[tuple[str, ...], ...]
+) -> None:
+    mesh = Mesh(dict.fromkeys(axes, 2), range(2 ** len(axes)))
+    assert choose_axes(mesh, *named, expert_axes=("expert",)) == wanted
+
+
+def test_kernels_that_an_axis_of_experts_cuts_are_not_fanned_out_over_it() -> None:
+    mesh = Mesh({"data": 2, "expert": 2})
+    found = Strategy(
+        mesh, ("data", "expert"), lambda path, shape: Layout("expert"), zero=3, expert_axes=("expert",)
+    ).variable("kernels", (4, 6, 8))
+    assert found.compute == Layout("expert", fanout="data")
+    assert found.storage == found.state == Layout(("expert", "data"))
+
+
 def test_an_axis_is_not_for_data_and_model() -> None:
     with pytest.raises(MeshError, match="axis 'data' cannot be both"):
         choose_axes(GRID, "data", ("data", "model"))

@@ -12,13 +12,14 @@ import pytest
 from keras import ops
 
 import unidist
+from tests.keras.gated import EXPERTS, WIDTH, weighed
 from tests.keras.hub import zoo
 from tests.support.sampling import unless_all
 from unidist.keras.torch.layers import outputs
 
 MIXTURES = ["mixtral", "qwen3-moe", "gpt-oss"]
 EVERY = [(name, n) for name in MIXTURES for n in (2, 4)]
-LAYERS, EXPERTS, WIDTH, HIDDEN = 2, 4, 8, 16
+LAYERS, HIDDEN = 2, 16
 
 
 @pytest.mark.parametrize(("name", "ranks"), unless_all([EVERY[1], EVERY[2], EVERY[4]], EVERY))
@@ -211,53 +212,6 @@ def test_what_is_sent_is_the_rows_of_other_devices() -> None:
     assert not any(e.op in ("all_gather", "reduce_scatter") for e in traffic.events if "kernel" in e.purpose)
 
 
-class Bank(keras.layers.Layer):
-    """What each expert makes of each row, in a way of its own."""
-
-    def __init__(self, how: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.how = how
-        if how == "draws":
-            self.dropout = keras.layers.Dropout(0.5, seed=1)
-
-    def build(self, shape: Any) -> None:
-        self.kernel = self.add_weight(shape=(EXPERTS, WIDTH, WIDTH), name="kernel")
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        out = ops.tanh(ops.einsum("bd,edh->ebh", x, self.kernel))
-        if self.how == "draws":
-            return self.dropout(out, training=training)
-        return ops.softmax(out, axis=0) if self.how == "mixes" else out
-
-
-class Gated(keras.layers.Layer):
-    """Experts with weights from what `how` says."""
-
-    def __init__(self, how: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.how, self.bank, self.gate = how, Bank(how, name="bank"), keras.layers.Dense(EXPERTS, name="gate")
-
-    def build(self, shape: Any) -> None:
-        self.bank.build(shape)
-        self.gate.build(shape)
-        if self.how == "learned zeros":
-            self.scale = self.add_weight(shape=(EXPERTS, 1), initializer="zeros", name="scale")
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        scores = self.gate(x) + ops.convert_to_tensor([100.0 * (self.how == "all to one"), 0.0, 0.0, 0.0])
-        chances = ops.softmax(scores)
-        best = ops.one_hot(ops.argmax(scores, axis=-1), EXPERTS)
-        weights = ops.transpose(chances * best)
-        if self.how == "learned zeros":
-            weights = weights * 0.0 + self.scale
-        out = self.bank(x, training=training)
-        if self.how == "einsum":
-            return ops.einsum("be,ebd->bd", ops.transpose(weights), out)
-        if self.how == "looks":
-            return ops.sum(out * weights[:, :, None], axis=0) + ops.max(out)
-        return ops.sum(out * weights[:, :, None], axis=0)
-
-
 ALL = "all experts compute all rows: "
 WAYS = {
     "all to one": "dispatch: ",
@@ -285,19 +239,3 @@ def test_ways_to_weigh_what_experts_make(how: str, sizes: dict[str, int], monkey
 def test_experts_that_draw_compute_all_rows() -> None:
     _, said = weighed("draws", unidist.DataParallel(zoo.mesh({"data": 2}), experts="dispatch"))
     assert ALL + "it draws random numbers" in said
-
-
-def weighed(how: str, strategy: Any) -> tuple[list[np.ndarray], str]:
-    """Weights behind some steps, and what the strategy says of the layers."""
-    keras.utils.set_random_seed(3)
-    rng = np.random.default_rng(0)
-    x = keras.Input((WIDTH,))
-    model = keras.Model(x, keras.layers.Dense(2, name="head")(x + Gated(how, name="gated")(x)))
-    if strategy is not None:
-        model = unidist.parallelize(model, strategy)
-    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
-    given = rng.normal(size=(6, WIDTH)).astype("float32"), rng.normal(size=(6, 2)).astype("float32")
-    with zoo.quietly():
-        model.fit(*given, batch_size=6, epochs=3, shuffle=False, verbose=0)
-    said = "" if strategy is None else "; ".join(why(model).values())
-    return [np.asarray(v) for v in model.weights], said

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from keras import ops
 
+import unidist
+from tests.keras.gated import weighed
+from tests.keras.hub import zoo
 from unidist.backends.jax.hlo import collectives_of
 from unidist.keras.jax.experts import blocks
 from unidist.keras.jax.experts.zeros import Known, Zeros
@@ -104,3 +107,19 @@ ROUTERS: dict[str, Callable[[Any], Any]] = {
     "differences": lambda s: ops.softmax(s) - ops.softmax(2 * s),
     "leaky": ops.leaky_relu,
 }
+
+
+def gated(how: str) -> tuple[float, str]:
+    """(the largest difference of weights from one device's, what is said) of a layer with a gate of a kind."""
+    wanted, _ = weighed(how, None)
+    strategy = unidist.ModelParallel(unidist.Mesh({"data": 2, "model": 2}), experts="dispatch")
+    found, said = weighed(how, strategy)
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True)), said
+
+
+def of_hub(name: str, sizes: dict[str, int], remat: Any) -> list[str]:
+    """What is said of the experts of a backbone that trains as on one device."""
+    strategy = unidist.ModelParallel(zoo.mesh(sizes), experts="dispatch", remat=remat)
+    found = zoo.train(zoo.BACKBONES[name], strategy)
+    zoo.assert_equal(found, zoo.alone(name))
+    return [text for path, text in unidist.describe(found.model).why.items() if "expert" in path]

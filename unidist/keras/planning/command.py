@@ -41,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         sequence=options.sequence,
         sequence_parallel=options.sequence_parallel,
         context_axis=_axes(options.context_axis),
+        expert_axis=_axes(options.expert_axis),
         shard_axis=_axes(options.shard_axis),
         offload=options.offload,
     )
@@ -63,6 +64,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--data-axis", metavar="AXES", help="the axes that cut the batch, as data or replica,data")
     parser.add_argument("--model-axis", metavar="AXES", help="the axes that cut variables")
     parser.add_argument("--context-axis", metavar="AXES", help="the axes that cut sequences (default: context)")
+    parser.add_argument("--expert-axis", metavar="AXES", help="the axes that cut stacks of kernels (default: expert)")
     parser.add_argument("--zero", type=int, default=0, choices=STAGES, help="stage of ZeRO (default: 0)")
     parser.add_argument("--shard-axis", metavar="AXES", help="the data axes that ZeRO cuts over (default: all)")
     parser.add_argument("--offload", default="none", choices=("none", "states"), help="what rests in host memory")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
 from unidist.keras.jax.experts import blocks
 from unidist.keras.jax.experts.stacks import Marks, marked, stack_of_equation, tell
@@ -112,9 +112,11 @@ class _Run:
                 return jax.checkpoint(lambda *args: again(args), **more)(*given)  # type: ignore[no-any-return]
         if (stack := stack_of_equation(equation, self._marks)) is not None:
             tell(stack.layer, "what it gives is not multiplied by weights and summed")
-        places = {v: x for v, x in zip(equation.invars, given, strict=True) if not isinstance(v, Literal)}
-        alone = Jaxpr((), list(places), equation.outvars, [equation])
-        return jax.core.eval_jaxpr(alone, (), *places.values())
+        bound = equation.primitive.get_bind_params(params)
+        functions, params = bound if isinstance(bound, tuple) else ((), bound)  # a pair in older versions
+        with equation.ctx.manager:
+            out = equation.primitive.bind(*functions, *given, **params)
+        return list(out) if equation.primitive.multiple_results else [out]
 
     def _has_marks(self, equation: Any) -> bool:
         return any(
