@@ -213,6 +213,35 @@ def test_numbers_that_a_step_gives_are_of_all_rows(strategy):
     assert told[0] == pytest.approx(told[1], abs=1e-5)
 
 
+class Training(OwnStep):
+    """Trains a model beside itself, which a Sequential that is built does not take for a part."""
+
+    def train_step(self, data):
+        return {**super().train_step(data), "other": self.other.train_step(data)["loss"]}
+
+
+def beside(strategy, is_known):
+    x, y = features()
+    keras.utils.set_random_seed(0)
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        model, other = (kind([layers.Input((12,)), layers.Dense(3)]) for kind in (Training, OwnStep))
+        for one in (model, other):
+            one.compile(keras.optimizers.SGD(0.05), "mse")
+        if is_known:
+            other.fit(x, y, batch_size=4, verbose=0)
+        model.other = other
+        return model.fit(x, y, batch_size=4, epochs=2, verbose=0).history["other"] + other.get_weights()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_step_trains_models_that_are_known_and_no_others(zero):
+    strategy = unidist.DataParallel(zero=zero)
+    for a, b in zip(beside(strategy, True), beside(None, True), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    with pytest.raises(CapabilityError, match=r"/kernel', which no model has that trains or has trained"):
+        beside(strategy, False)
+
+
 class Adversaries(keras.Model):
     """Two models, two optimizers, two backward passes in a step."""
 

@@ -772,6 +772,24 @@ def test_a_log_may_be_a_view_of_a_weight(strategy):
     assert_equal(found, wanted)
 
 
+class Scaled(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
+
+    def call(self, x):
+        return ops.matmul(x, self.kernel) / float(np.abs(ops.convert_to_numpy(self.kernel)).max())
+
+
+def test_numpy_may_read_a_weight_in_a_layer(strategy):
+    def build():
+        return keras.Sequential([layers.Input((12,)), layers.Dense(8, name="a"), Scaled(), layers.Dense(3, name="b")])
+
+    x, y = features()
+    compiled = {"loss": "mse", "run_eagerly": True}
+    found, wanted = (train(build, x, y, one, compiled=compiled) for one in (strategy, None))
+    assert_equal(found, wanted)
+
+
 def test_models_that_share_layers_take_turns(strategy):
     """Two models gather the same variables, each in units of its own."""
     x, y = features()

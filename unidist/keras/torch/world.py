@@ -144,6 +144,13 @@ class RankWorld:
                 "trainable=True on its layer before fit, or in a callback"
             )
 
+    def of_no_model(self, path: str) -> CapabilityError:
+        """The error of a step that reads or trains a variable of which nobody knows."""
+        return CapabilityError(
+            f"a step uses variable {path!r}, which no model has that trains or has trained: make what has it an "
+            "attribute of the model that trains before fit (a Sequential that is built takes none), or fit it before"
+        )
+
     def check(self) -> None:
         """Checks that the world is still there.
 

@@ -120,9 +120,19 @@ class Unit:
         """Lets the gathered values go. What was saved of them for backward keeps its shape, without memory."""
         self.finish()
         if not self.is_kept and self.is_here:
+            for place, value in enumerate(self.values):
+                if not value.untyped_storage().resizable():  # NumPy reads it
+                    self._leave(place)
             for tensor in (*self.values, *(cast for _, cast in self._casts)):
                 tensor.untyped_storage().resize_(0)
             self.is_here = False
+
+    def _leave(self, place: int) -> None:
+        """Takes other memory for a value: what it had belongs to others by now."""
+        value = self.values[place]
+        del self.fetcher.by_memory[value.untyped_storage()._cdata]
+        value.data = torch.empty_like(value)
+        self.fetcher.by_memory[value.untyped_storage()._cdata] = self
 
     def note_cast(self, leaf: torch.nn.Parameter, cast: torch.Tensor) -> None:
         """Notes a leaf's value in the dtype of computation, which backward may save instead.

@@ -263,7 +263,7 @@ class Storage:
             unit.need(self)
         elif not self.is_kept:
             if frame is not None:
-                raise RuntimeError(f"{self.path!r} is read by a layer before its model was prepared for training")
+                raise self.world.of_no_model(self.path)
             return self.shards[rank]
         return self.leaves[rank]
 

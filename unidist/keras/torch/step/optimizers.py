@@ -89,11 +89,19 @@ def _applied(original: Any, self: Any, frame: Frame, grads: Any, trainable_varia
     if trainable_variables is not None:
         placing.place_optimizer(self, list(trainable_variables))
     targets = _targets(self, trainable_variables)
+    _check_watched(frame, targets)
     with frame.reading_shards():
         own = [_own_part(frame, g, v) for g, v in zip(grads, targets, strict=True)] if targets else grads
         result = original(self, own, trainable_variables)
     _join(frame, targets or self._trainable_variables)
     return result
+
+
+def _check_watched(frame: Frame, variables: list[Any]) -> None:
+    """Refuses to update what no model that trains here has: each rank has the gradient of its own rows alone."""
+    for variable in variables:
+        if variable.trainable and not (placing.is_placed(variable) and variable._storage.watchers):
+            raise frame.world.of_no_model(variable.path)
 
 
 def _settle(frame: Frame, variables: Any) -> None:
