@@ -98,8 +98,8 @@ def _applied(original: Any, self: Any, frame: Frame, grads: Any, trainable_varia
 
 
 def _check_watched(frame: Frame, variables: list[Any]) -> None:
-    """Refuses to update what no model that trains here has: each rank has the gradient of its own rows alone."""
-    for variable in variables:
+    """Refuses to update what no model has that trains: its gradient is that of one rank's rows."""
+    for variable in variables if frame.is_in_step else ():
         if variable.trainable and not (placing.is_placed(variable) and variable._storage.watchers):
             raise frame.world.of_no_model(variable.path)
 
