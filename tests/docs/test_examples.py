@@ -16,7 +16,7 @@ from unidist.testing.processes import ProcessFailedError
 pytestmark = pytest.mark.processes
 PAGE = "docs/examples.md"
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
-ARGUMENTS = {"switching_backends": ("sim",)}
+ARGUMENTS = {"switching_backends": ("sim",), "long_context": ("--length", "256")}
 
 
 def _block(name: str) -> Block:
