@@ -2,10 +2,11 @@
 """The first hour of a stranger, with whatever pip resolves today: `python3 ci/fresh.py`.
 
 In a copy of the checkout, with no constraints of ours: README's first command, word for word, up to the end of
-`unidist demo`. Then the other frameworks as their extras ask for them, and the tests of ci/of_keras.txt on all of it.
-What passed is written into ci/fresh.toml. Commit that file.
+`unidist demo`, and README's programs; the same in a second environment, with JAX in torch's place. Then the other
+frameworks as their extras ask for them, and the tests of ci/of_keras.txt on all of it. What passed is written into
+ci/fresh.toml. Commit that file.
 
-The copy with its environment (8 GB with CUDA's packages, some minutes) is kept under ~/.cache/unidist-ci, by what pip
+The copy with its environments (9 GB with CUDA's packages, some minutes) is kept under ~/.cache/unidist-ci, by what pip
 has resolved.
 
     python3 ci/fresh.py             always
@@ -145,8 +146,11 @@ def first_hour(versions: Mapping[str, str]) -> int:
     key = hashlib.sha256(json.dumps([sys.version, versions]).encode()).hexdigest()[:12]
     checkout = CACHE / f"fresh-{key}"
     copy(checkout)
-    if code := run(commands()[0].strip(), checkout):
-        return code
+    installing = commands()[0].strip()
+    for command in (installing, installing.replace(".venv", ".venv-jax").replace("[torch,", "[jax,")):
+        python = f"{command.split()[3]}/bin/python"
+        if code := run(command, checkout) or run_programs(python, checkout):
+            return code
     extras = ",".join(dict.fromkeys((*EXTRAS, "tensorflow")))
     others = " ".join(OTHERS)
     if code := run(f'.venv/bin/pip install --quiet ".[{extras}]" {others}', checkout):
@@ -156,11 +160,21 @@ def first_hour(versions: Mapping[str, str]) -> int:
     return run(f'.venv/bin/python -m pytest -q -n 2 -k "not horovod" {OF_KERAS}', checkout)
 
 
+def run_programs(python: str, checkout: Path) -> int:
+    """Runs README's programs as written."""
+    blocks = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    for name, program in blocks:
+        (checkout / name).write_text(program)
+        if code := run(f"{python} {name}", checkout):
+            return code
+    return 0
+
+
 def copy(checkout: Path) -> None:
-    """Lays there what a clone would hold if the working tree were committed. An earlier environment stays."""
+    """Lays there what a clone would hold if the working tree were committed. Earlier environments stay."""
     checkout.mkdir(parents=True, exist_ok=True)
     for old in checkout.iterdir():
-        if old.is_dir() and old.name != ".venv":
+        if old.is_dir() and not old.name.startswith(".venv"):
             shutil.rmtree(old)
     command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,10 +21,12 @@ from unidist.algebra.mesh import parse_mesh
 from unidist.backends import installed, registry
 from unidist.backends.protocol import Array, DistributionBackend, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
-from unidist.keras.driver import Row
 from unidist.ledger import Ledger, ledger
 from unidist.planner.layout_map import LayoutMap
 from unidist.tables import titled
+
+if TYPE_CHECKING:
+    from unidist.keras.driver import Row
 
 SEED = 1
 BATCH = 64

@@ -64,6 +64,20 @@ def test_choosing_a_backend_and_asking_for_names_imports_no_framework_and_no_ker
     assert not set(HEAVY) & set(modules)
 
 
+def test_modules_beside_those_of_keras_import_no_keras() -> None:
+    """So that `unidist demo` chooses Keras's framework before Keras reads its own settings."""
+    program = (
+        "import importlib, pkgutil, sys, unidist\n"
+        "apart = ('unidist.keras.', 'unidist.backends.', 'unidist.testing.', 'unidist.__main__')\n"
+        "for found in pkgutil.walk_packages(unidist.__path__, 'unidist.'):\n"
+        "    if not f'{found.name}.'.startswith(apart):\n"
+        "        importlib.import_module(found.name)\n"
+        "        assert 'keras' not in sys.modules, found.name\n"
+        "print(sum(name.startswith('unidist.') for name in sys.modules))"
+    )
+    assert int(python(program)) > 100
+
+
 def test_every_public_name_is_where_it_is_said_to_be() -> None:
     for name, home in names.WHERE.items():
         if not home.startswith("unidist.keras"):
@@ -157,8 +171,8 @@ def test_what_a_backend_requires_is_what_its_extra_installs() -> None:
 
 
 def test_nothing_advises_to_install_a_package_that_is_on_no_index() -> None:
-    """Until there is a release, anybody could take the name: a command may name a folder alone."""
-    advises = re.compile(r"pip install\W+(-\S+ )*keras[-_]unidist")
+    """Until there is a release, anybody could take the name: a command may name a folder, or an address, alone."""
+    advises = re.compile(r"pip install\W+(-\S+ )*keras[-_]unidist(?!\[\w+\] @ git\+)")
     said = [*(ROOT / "unidist").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     assert [str(path) for path in said if advises.search(path.read_text())] == []
 
