@@ -9,6 +9,7 @@ import pytest
 
 import unidist
 from unidist.planner.facts import Activation, Affine
+from unidist.testing.processes import ProcessWorld
 
 if TYPE_CHECKING:
     import keras
@@ -25,6 +26,10 @@ def chain(activation: str) -> keras.Model:
 
     layers = [keras.layers.Dense(128, activation), keras.layers.Dense(64), keras.layers.Dense(9)]
     return keras.Sequential([keras.Input((32,)), *layers])
+
+
+def chain_bytes(activation: str) -> int:
+    return bytes_of(chain(activation), {"data": 1})
 
 
 def transformer() -> keras.Model:
@@ -49,6 +54,11 @@ def test_each_tensor_counts_once(activation: str, kept: int) -> None:
     assert bytes_of(chain(activation), {"data": 1}) == 16 * kept * FLOAT
     assert bytes_of(chain(activation), {"data": 4}) == 4 * kept * FLOAT
     assert bytes_of(chain(activation), {"data": 3}) == 6 * kept * FLOAT  # of the device that has most rows
+
+
+def test_each_tensor_that_layers_take_or_give_counts_once_on_jax(one: ProcessWorld) -> None:
+    """Which of them backward needs is the compiler's choice: what the last layer gives counts too."""
+    assert one.call(chain_bytes, "gelu") == [16 * (32 + 2 * 128 + 64 + 9) * FLOAT]
 
 
 def test_what_is_between_the_layers_of_a_pair_is_cut() -> None:
