@@ -111,6 +111,10 @@ def test_callbacks_that_change_a_model_are_seen(world: ProcessWorld) -> None:
         assert counts == (4, 2)
 
 
+def test_what_is_compiled_again_is_another_program(world: ProcessWorld) -> None:
+    assert max(world.call(whole.compiled_again)) <= 1e-5
+
+
 def test_programs_are_compared_again_where_all_is_checked(world: ProcessWorld) -> None:
     """A number that changes behind the proof is the trace's, as under JAX's jit; who checks all is told."""
     assert world.call(whole.checked, "first") == [{}] * 2

@@ -490,6 +490,20 @@ def steered() -> tuple[float, tuple[int, int]]:
     return _apart(*found), (steps.traced, steps.compiled)
 
 
+def compiled_again() -> float:
+    """How far a fit with a loss that is compiled later, with the same optimizer, is from the same one as it is."""
+    found = []
+    for jit in (True, False):
+        keras.utils.set_random_seed(3)
+        with unidist.DataParallel().scope():
+            model = _compiled(_stack(), keras.optimizers.SGD(0.01), jit)
+        given = {"x": rows(8), "y": np.arange(ROWS) % 4, "batch_size": BATCH, "shuffle": False, "verbose": 0}
+        model.fit(**given, epochs=EPOCHS)
+        _compiled(model, model.optimizer, jit, keras.losses.SparseCategoricalCrossentropy(True, reduction="sum"))
+        found.append({**model.fit(**given).history, "weights": [np.asarray(w) for w in model.weights]})
+    return _apart(*found)
+
+
 class Factor(layers.Layer):
     """Multiplies by a number that is no variable."""
 
