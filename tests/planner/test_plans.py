@@ -550,7 +550,7 @@ def test_a_plans_map_comes_back_from_text_and_gives_the_same_plan(plans) -> None
 
 
 def test_show_names_variables_layouts_bytes_and_traffic(plans) -> None:
-    text = planned(plans, "bert").show()
+    text = planned(plans, "bert").show(200)
     for part in ("pooled_dense/kernel", "split on dim 1 over model", "first of a pair", "slots of Adam", "all_reduce"):
         assert part in text
 
