@@ -65,8 +65,8 @@ def built(place: Path) -> tuple[Path, Path]:
     subprocess.run(("tar", "-x", "-C", str(source)), input=archive, check=True)
     run([python, "-c", _BUILD, "build_sdist", made], source)
     (sdist,) = made.glob("*.tar.gz")
-    with tarfile.open(sdist) as file:
-        file.extractall(unpacked, filter="data")
+    unpacked.mkdir()
+    subprocess.run(("tar", "-xzf", str(sdist), "-C", str(unpacked)), check=True)
     run([python, "-c", _BUILD, "build_wheel", made], next(unpacked.iterdir()))
     (wheel,) = made.glob("*.whl")
     return sdist, wheel
