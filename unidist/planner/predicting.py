@@ -86,9 +86,15 @@ def _role(layer: LayerFact, layout: Layout) -> Role:
 
 
 def stack_axes(stack: StackFact, layouts: list[Layout]) -> Axes:
-    """Returns the axes that cut all that is cut of a stack along its first dim."""
-    cuts = {layouts[index] for index in stack.members if layouts[index].dims}
-    return cuts.pop().dim_axes(0) if len(cuts) == 1 and len(next(iter(cuts)).dims) == 1 else ()
+    """Returns the axes that cut a stack of kernels, as `along_kernels` does."""
+    return along_kernels(layouts[index] for index in stack.members)
+
+
+def along_kernels(layouts: Iterable[Layout]) -> Axes:
+    """Returns the axes that cut all that is cut of a stack along its first dim alone; else ()."""
+    cuts = {layout.dims for layout in layouts if layout.dims}
+    dims: tuple[Axes, ...] = cuts.pop() if len(cuts) == 1 else ()
+    return dims[0] if len(dims) == 1 else ()
 
 
 @dataclass(frozen=True, slots=True)

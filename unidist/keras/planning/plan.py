@@ -1,9 +1,4 @@
-"""plan: how a Keras model is laid out on a mesh, before anything is placed.
-
-Keras keeps variables that were made without values in a list, and gives values to all of them where the next stateless
-scope ends, in whichever model's `fit` that is. The list alone would keep a planned model of many gigabytes alive until
-then, and fill it.
-"""
+"""plan: how a Keras model is laid out on a mesh, before anything is placed."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from unidist.backends.torch.sharded.tensor import (
     wrap,
 )
 from unidist.errors import LayoutError
+from unidist.propagation.layouts import States
 
 Tensor = torch.Tensor
 _SIMPLE = frozenset((int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
@@ -203,11 +204,13 @@ def _put_back(func: Any, tensors: list[Any], parts: list[Tensor], before: Sequen
                 writing.put(x, part.clone())
 
 
+def part_in(space: Space, x: Tensor, want: States) -> Tensor:
+    """Returns this rank's part, in a layout, of a carrier or of a tensor that every rank holds alike."""
+    return moved(x, want, nested=True) if type(x) is ShardedTensor else plain_in(space, x, want)
+
+
 def _parts(space: Space, plan: Plan, tensors: list[Any]) -> list[Tensor]:
-    parts = [
-        moved(x, want, nested=True) if type(x) is ShardedTensor else plain_in(space, x, want)
-        for x, want in zip(tensors, plan.wants or (), strict=True)
-    ]
+    parts = [part_in(space, x, want) for x, want in zip(tensors, plan.wants or (), strict=True)]
     if plan.passes and type(tensors[0]) is ShardedTensor and plan.wants and plan.wants[0] == tensors[0].spec.states:
         parts[0] = tensors[0].local  # of which a view is made, or which is written to
     return parts

@@ -155,7 +155,7 @@ _RULES: dict[str, Callable[[Any, Sequence[Known]], Known]] = {
     **dict.fromkeys(("copy", "copy_p", "gather", "dynamic_slice", "top_k", "sharding_constraint", "split"), _chosen),
     **dict.fromkeys(("reduce_max", "reduce_min"), _chosen),
     **dict.fromkeys(("exp", "exp2", "logistic", "square"), lambda equation, given: _BOTH),
-    **dict.fromkeys(("mul", "concatenate"), _product),
+    **dict.fromkeys(("mul", "concatenate", "sort"), _product),
     **dict.fromkeys(("add", "add_any", "reduce_sum", "cumsum", "dot_general"), _sum),
     "scatter": _written,
     "scatter-add": _added,
@@ -164,5 +164,4 @@ _RULES: dict[str, Callable[[Any, Sequence[Known]], Known]] = {
     "select_n": _selected,
     "convert_element_type": _cast,
     "stop_gradient": lambda equation, given: Known(still=True, positive=given[0].positive),
-    "sort": lambda equation, given: _all(given),
 }

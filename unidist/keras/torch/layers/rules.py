@@ -16,6 +16,7 @@ from unidist.keras.layer_facts import stack_of
 from unidist.keras.layers import computes_as, keeps_to_its_kernel, more_than_its_kernel, own_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params.variables import DistributedVariable
+from unidist.planner.predicting import along_kernels
 
 # On a layer of stacked kernels: its Dispatch (experts.py).
 DISPATCH = "_unidist_dispatch"
@@ -118,9 +119,7 @@ def is_sharded(variable: Any) -> bool:
 
 def stack_axes(layer: Any) -> Axes:
     """Returns the axes that cut all that is cut of a layer's stack along its kernels alone; else ()."""
-    cuts = {v._storage.layout.dims for v in stack_of(layer) if is_sharded(v)}
-    dims: tuple[Axes, ...] = cuts.pop() if len(cuts) == 1 else ()
-    return dims[0] if len(dims) == 1 else ()
+    return along_kernels(v._storage.layout for v in stack_of(layer) if is_sharded(v))
 
 
 def sending_axes(layer: Any) -> Axes:

@@ -10,9 +10,9 @@ import torch
 from unidist import events
 from unidist.backends.torch.sharded import ring
 from unidist.backends.torch.sharded.binding import TABLE, Bound, Call
-from unidist.backends.torch.sharded.moving import plain_in
+from unidist.backends.torch.sharded.calls import part_in
 from unidist.backends.torch.sharded.space import Space
-from unidist.backends.torch.sharded.tensor import ShardedTensor, current, moved, plain, wrap
+from unidist.backends.torch.sharded.tensor import ShardedTensor, current, plain, wrap
 from unidist.errors import CapabilityError
 from unidist.propagation.layouts import Cut, State, chunked
 from unidist.propagation.rules import layers as rules
@@ -66,7 +66,7 @@ def attention(
 
 def _part(space: Space, x: Any, want: State) -> torch.Tensor:
     x = current(x) if type(x) is ShardedTensor and x.aside is not None else x
-    return moved(x, (want,), nested=True) if type(x) is ShardedTensor else plain_in(space, x, (want,))
+    return part_in(space, x, (want,))
 
 
 def _check(q: Any, k: Any, v: Any, mask: Any, causal: bool, dropout: float) -> None:
