@@ -100,17 +100,38 @@ AS_PROGRAMS = [
 ]
 
 
+# One device, several that hold the same weights, and several that hold parts.
+PROGRAMS_IN = [("torch-1", "dp"), ("torch-2", "dp"), ("torch-4", "2x2")]
+# A net of convolutions has nothing to be cut by a model axis.
+PROGRAMS = [
+    (*place, k) for k, (name, *_) in enumerate(AS_PROGRAMS) for place in PROGRAMS_IN[: 2 if name == "thawed" else 3]
+]
 # To trace a step of four processes takes longest.
-@pytest.mark.parametrize("k", unless_all([0, 10, 15, 20, 30], range(len(AS_PROGRAMS))))
-def test_steps_that_are_programs(k: int, worlds: Worlds, expected: Any) -> None:
+FEW_PROGRAMS = [
+    ("torch-2", "dp", 0),
+    ("torch-4", "2x2", 10),
+    ("torch-1", "dp", 15),
+    ("torch-4", "2x2", 20),
+    ("torch-2", "dp", 30),
+]
+
+
+@pytest.mark.parametrize(("setting", "kind", "k"), unless_all(FEW_PROGRAMS, PROGRAMS))
+def test_steps_that_are_programs(setting: str, kind: str, k: int, worlds: Worlds, expected: Any) -> None:
     """All but the first, compared with one device's as they are."""
     program, *args = AS_PROGRAMS[k]
-    # A net of convolutions has nothing to be cut by a model axis.
-    setting, kind = [("torch-2", "dp"), ("torch-4", "2x2")][k // 5 % 2 if program != "thawed" else 0]
     for found in worlds.get(setting).call("tests.keras.torch.promised:run", RUN(program), kind, k % 4, *args):
         assert found["_unfit"] == []
         assert found["_programs"] > 0
         same(found, expected(program, *ALONE, *args))
+
+
+@pytest.mark.parametrize("k", unless_all([5], range(len(AS_PROGRAMS))))
+def test_the_simulator_runs_them_as_they_are(k: int, worlds: Worlds, expected: Any) -> None:
+    program, *args = AS_PROGRAMS[k]
+    (found,) = worlds.get("sim-torch").call("tests.keras.torch.promised:run", RUN(program), "dp", k % 4, *args)
+    assert found["_programs"] == 0
+    same(found, expected(program, *ALONE, *args))
 
 
 @pytest.mark.parametrize("name", ["sim-torch", "torch-2"])

@@ -66,6 +66,7 @@ SETTINGS = {
         Setting("sim-torch", "torch", "sim", devices=4, specs=FOUR),
         Setting("sim-jax", "jax", "sim", devices=4, specs=FOUR),
         Setting("sim-jax-8", "jax", "sim", devices=8),
+        Setting("torch-1", "torch", "torch"),
         Setting("torch-2", "torch", "torch", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
         Setting("torch-3", "torch", "torch", 3, launcher="torchrun"),
         Setting("torch-4", "torch", "torch", 4, launcher="torchrun", specs=FOUR),

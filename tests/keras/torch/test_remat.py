@@ -8,6 +8,7 @@ import keras
 import pytest
 import torch
 from keras import layers, ops
+from torch.utils.checkpoint import checkpoint
 
 import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
@@ -82,6 +83,39 @@ def test_training_is_what_it_is_without(name, mode, monkeypatch):
     """The same draws, losses and batch statistics: what is computed again draws and writes nothing."""
     monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)  # values of no two layers are fetched together
     assert_equal(trained(STRATEGIES[name](), *MODES[mode]), trained(STRATEGIES[name](), None))
+
+
+class ByHand(layers.Layer):
+    """Calls torch's checkpoint itself, with what it is given and with what it holds."""
+
+    def __init__(self, reentrant, **options):
+        super().__init__(**options)
+        self.first, self.second, self.reentrant = layers.Dense(6, "tanh"), layers.Dense(8), reentrant
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build((*shape[:-1], 6))
+
+    def call(self, x):
+        return x + checkpoint(lambda z, by: by * self.second(self.first(z)), x, 0.5, use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_torchs_checkpoint_in_a_layer(name, monkeypatch):
+    """Whatever its name was when it was imported, and in the form that cannot see gradients of weights too."""
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
+
+    def build(reentrant):
+        inputs = layers.Input((12,))
+        x = layers.Dense(8, name="b")(layers.Dense(16, "relu", name="a")(inputs))
+        x = layers.BatchNormalization(name="n")(ByHand(reentrant)(x))
+        return keras.Model(inputs, layers.Dense(3, name="c")(ByHand(reentrant)(x)))
+
+    x, y = features(7)
+    wanted = train(lambda: build(False), x, y, None, epochs=1)
+    for reentrant in (False, True):
+        assert_equal(train(lambda form=reentrant: build(form), x, y, STRATEGIES[name](), epochs=1), wanted)
 
 
 def test_an_activation_is_the_users_own_again(monkeypatch):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from keras_hub.layers import FNetEncoder
 
 import unidist
 from tests.keras.torch.models import assert_equal, train
@@ -105,6 +106,27 @@ def likenesses():
 
 def of_all(y, p):
     return keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(p)[0]), p, from_logits=True)
+
+
+SIGNALS = {
+    "mixed by frequency": lambda: FNetEncoder(8, dropout=0.0),
+    "seen by frequency": lambda: layers.STFTSpectrogram(frame_length=8, frame_step=4, fft_length=8, mode="real"),
+}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("name", SIGNALS)
+def test_ranks_without_signals_transform_none(name, zero):
+    def build():
+        shape = (12, 6) if name == "mixed by frequency" else (72, 1)
+        first = [layers.Input((6,)), layers.Dense(72), layers.Reshape(shape)]
+        return keras.Sequential(
+            [*first, SIGNALS[name](), layers.Flatten(), layers.LayerNormalization(), layers.Dense(2)]
+        )
+
+    y = VECTORS[:, :2]
+    found, wanted = (train(build, VECTORS, y, strategy) for strategy in (unidist.DataParallel(zero=zero), None))
+    assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -18,7 +18,7 @@ from unidist.backends.torch.sharded.autograd import OwnGradient
 from unidist.backends.torch.sharded.nested import PLAIN, space_of
 from unidist.errors import CapabilityError
 from unidist.keras.needs import own_code
-from unidist.keras.patching.compat import CustomGradientFunction, torch_core
+from unidist.keras.patching.compat import CustomGradientFunction
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.params import saved, seen
@@ -50,8 +50,6 @@ def _applied_to_wholes(original: Any) -> Any:
     @functools.wraps(original)
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         frame = context.frame()
-        if kind is entrances.CHECKPOINT and frame is not None:
-            return torch_core.remat(args[0])(*args[2:])
         called = functools.partial(of_kind(None, kind), **kwargs)
         # Of what each rank has the whole of, as a weight, the gradient is a summand.
         space = carrying.space_amid(frame) if frame is not None and _is_users(kind) else None

@@ -16,35 +16,37 @@ from typing import Any
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from unidist.keras.needs import recomputes
-from unidist.keras.patching.compat import StatelessScope, get_stateless_scope, global_state, torch_core
+from unidist.keras.patching.compat import StatelessScope, get_stateless_scope, global_state
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import carrying, context
 from unidist.keras.torch.context import Before, Frame
 from unidist.keras.torch.params import saved
 from unidist.keras.torch.world import keras_state, restore_keras_state
 
+# What torch's checkpoint takes for itself; all else is the function's.
+_OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+
 
 def hooks() -> tuple[Hook, ...]:
-    """The torch backend's remat; without a frame it is as before."""
+    """torch's checkpoint, which Keras's remat calls too; without a frame it is as before."""
     why = "recomputation is the call over again"
-    # From Keras 3.16 on it is read where it was imported to.
-    return (Hook(torch_core, "remat", calling(_remat), why, imported=True, needed=recomputes),)
+    # A layer of the user's own may call it, and may have imported it by its name.
+    return (Hook("torch.utils.checkpoint:", "checkpoint", calling(_again), why, imported=True, needed=recomputes),)
 
 
-def _remat(original: Any, f: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras's remat, whose recomputation is the call over again."""
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        if frame is None or context.infers_shapes():
-            return original(f)(*args, **kwargs)
-        (args, kwargs), put_on = carrying.taken_off((args, kwargs))  # torch saves what it is given
-        # torch would stop a recomputation by an exception. Keras's wrappers of calls make a cycle of it and of their
-        # frames, which holds what was computed until Python looks for cycles.
-        with set_checkpoint_early_stop(False):
-            return original(_Call(f, frame, put_on))(*args, **kwargs)
-
-    return wrapped
+def _again(original: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function so that its recomputation is the call over again."""
+    frame = context.frame()
+    if frame is None or context.infers_shapes():
+        return original(function, *args, **kwargs)
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    (args, kwargs), put_on = carrying.taken_off((args, kwargs))  # torch saves what it is given
+    # The form that runs a backward within backward would lose the frame's gradients.
+    options["use_reentrant"] = False
+    # torch would stop a recomputation by an exception. Keras's wrappers of calls make a cycle of it and of their
+    # frames, which holds what was computed until Python looks for cycles.
+    with set_checkpoint_early_stop(False):
+        return original(_Call(function, frame, put_on), *args, **options, **kwargs)
 
 
 class _Call:

@@ -18,6 +18,8 @@ from unidist.keras.patching.compat import torch_image, torch_numpy
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import context
 
+_TRANSFORMS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn")
+
 
 def hooks() -> Iterator[Hook]:
     for name, reduce in (("max", torch.amax), ("min", torch.amin)):
@@ -26,18 +28,25 @@ def hooks() -> Iterator[Hook]:
     why = "a rank may have no rows"
     yield Hook("torch.nn.functional:", "ctc_loss", _of_no_sequences, why, needed=needs.of_loss("CTC"))
     for name in ("affine_transform", "elastic_transform"):
-        yield Hook(torch_image, name, _of_no_images, why, needed=needs.of_images)
+        yield Hook(torch_image, name, _of_one_more, why, needed=needs.of_images)
+    for owner, names in (("torch.fft:", _TRANSFORMS), ("torch:", ("stft", "istft"))):
+        for name in names:
+            yield Hook(owner, name, _of_one_more, why, needed=needs.of_signals)
     yield Hook("torch.nn.functional:", "conv2d", _of_one_image, "a rank may have one row", needed=needs.convolves)
 
 
 @calling
-def _of_no_images(original: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keras stacks what it makes of each image: of one that is made up, none is kept."""
-    if context.frame() is None or not _is_empty(images) or images.ndim != 4 or images.shape[0]:
-        return original(images, *args, **kwargs)
-    one = [x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for x in (images, *args)]
-    named = {key: x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for key, x in kwargs.items()}
-    return original(*one, **named)[:0]
+def _of_one_more(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Computes one row that is made up, where torch or Keras refuses none, and keeps nothing of it."""
+    first: Any = next(iter((*args, *kwargs.values())), None)
+    if context.frame() is None or not _is_empty(first) or first.ndim < 2 or first.shape[0]:
+        return original(*args, **kwargs)
+    named = {key: _with_one_more(x) for key, x in kwargs.items()}
+    return original(*map(_with_one_more, args), **named)[:0]
+
+
+def _with_one_more(x: Any) -> Any:
+    return torch.cat([x, x.new_ones(1, *x.shape[1:])]) if _is_empty(x) else x
 
 
 @calling
