@@ -108,7 +108,7 @@ PROGRAMS = [
 ]
 # To trace a step of four processes takes longest.
 FEW_PROGRAMS = [
-    ("torch-2", "dp", 0),
+    ("torch-2", "dp", 26),
     ("torch-4", "2x2", 10),
     ("torch-1", "dp", 15),
     ("torch-4", "2x2", 20),

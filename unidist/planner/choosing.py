@@ -173,8 +173,9 @@ class Chooser:
         if free:
             self.choices[index] = Choice(cut_dim(free[0], self.axes), "gathered: for each call of its layer")
         elif dims:
-            reason = f"replicated: a cut of dim {dims[0]} would run through gates"
-            self.choices[index] = Choice(Layout(), reason)
+            gates = len(variable.whole_dims) < len(variable.shape)
+            reason = f"a cut of dim {dims[0]} would run through gates" if gates else "its torch module reads it itself"
+            self.choices[index] = Choice(Layout(), f"replicated: {reason}")
 
     def _divides(self, index: int, dim: int) -> bool:
         size = self.facts.variables[index].shape[dim]

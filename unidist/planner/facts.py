@@ -16,7 +16,7 @@ class VariableFact:
     Attributes:
         is_weight: it is trained, or was before it was frozen.
         layer: the path of the layer that owns it.
-        whole_dims: dims that pack several things, as the gates of an LSTM: a cut would not fall between them.
+        whole_dims: dims that pack several things, as the gates of an LSTM, or that only a torch module reads.
     """
 
     path: str

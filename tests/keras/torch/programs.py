@@ -210,21 +210,29 @@ def reading_anothers() -> tuple[Any, Any, dict[str, str]]:
     return found, trained(None)[0], dict(model_record.of(model).engine.whole_steps.why)
 
 
-def with_a_torch_module() -> tuple[Any, Any, list[str]]:
+def with_a_torch_module(kind: str, jit_compile: bool) -> tuple[Any, Any, list[str]]:
     """(losses of a model with a torch module in two processes, those of one device, what unidist warns of)."""
 
     def trained(strategy: Any) -> Any:
         keras.utils.set_random_seed(2)
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
-            module = keras.layers.TorchModuleWrapper(torch.nn.Linear(8, 8))
+            inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+            module = keras.layers.TorchModuleWrapper(inner, name="inner")
             model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), module, keras.layers.Dense(3)])
-            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=strategy is not None)
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=strategy is not None and jit_compile)
         x = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
         return model.fit(x, x[:, :3].copy(), batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
 
+    mesh = unidist.Mesh({"model": 2})
+    strategies = {
+        "data": unidist.DataParallel,
+        "shards": lambda: unidist.DataParallel(zero=3),
+        "found": lambda: unidist.ModelParallel(mesh),
+        "ruled": lambda: unidist.ModelParallel(mesh, {"variable.*": ("model",)}),
+    }
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = trained(unidist.DataParallel())
+        found = trained(strategies[kind]())
     return found, trained(None), [text for one in said if "eagerly" in (text := str(one.message))]
 
 

@@ -82,11 +82,24 @@ def test_a_layer_that_trains_itself_is_compiled_too(world: ProcessWorld) -> None
 
 def test_a_model_with_a_torch_module_runs_eagerly_and_says_so(world: ProcessWorld) -> None:
     texts = []
-    for found, wanted, said in world.call(programs.with_a_torch_module):
+    for found, wanted, said in world.call(programs.with_a_torch_module, "data", True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
         texts += said
     (text,) = texts  # the first process's
     assert "has a torch module, so it runs eagerly" in text
+
+
+def test_a_torch_module_is_not_cut_where_layouts_are_found(world: ProcessWorld) -> None:
+    """It reads its own parameters, so parts would train by no gradient."""
+    for found, wanted, _ in world.call(programs.with_a_torch_module, "found", False):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["shards", "ruled"])
+def test_a_torch_module_that_would_be_cut_is_refused(world: ProcessWorld, kind: str) -> None:
+    for outcome in world.outcomes(programs.with_a_torch_module, kind, False).values():
+        assert outcome.failure is not None
+        assert "layer 'inner' wraps a torch module, which reads its own parameters" in str(outcome.failure)
 
 
 @pytest.mark.parametrize("kind", [keras.Sequential, OwnOfPairs])

@@ -14,6 +14,7 @@ import numpy as np
 
 from unidist.errors import LayoutError, UnidistError
 from unidist.keras.layer_facts import stack_of
+from unidist.keras.patching.compat import TorchModuleWrapper
 from unidist.keras.planning import samples
 from unidist.keras.planning.activations import Seens, activations
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
@@ -178,7 +179,7 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
     for variable in variables:
         layer = owner.get(id(variable))
         shape = tuple(variable.shape)
-        gates = isinstance(layer, RECURRENT_CELLS) and bool(shape)
+        packed = range(len(shape))[-1:] if isinstance(layer, RECURRENT_CELLS) else ()
         out.append(
             VariableFact(
                 path=variable.path,
@@ -188,7 +189,7 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
                 trainable=bool(variable.trainable),
                 is_weight=id(variable) in weights,
                 layer="" if layer is None else layer.path or layer.name,
-                whole_dims=frozenset({len(shape) - 1}) if gates else frozenset(),
+                whole_dims=frozenset(range(len(shape)) if isinstance(layer, TorchModuleWrapper) else packed),
             )
         )
     return out

@@ -54,7 +54,7 @@ class Traffic:
         by_layer = self._by_layer = [made[n] for n in _order(made, reads or ())]
         self._is_ordered = reads is not None
         fetched = [(layer, own) for layer, own in by_layer if any(not v._storage.is_kept for v in own)]
-        _check_fetched(model, [layer for layer, _ in fetched])
+        _check_modules(by_layer)
         trainable = self._watched = [v._storage for v in model.trainable_variables]
         for storage in trainable:
             storage.watchers += 1
@@ -274,16 +274,18 @@ class Traffic:
                     optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].assign_add(grad)
 
 
-def _check_fetched(model: Any, layers: list[Any]) -> None:
-    for layer in layers:
-        if isinstance(layer, TorchModuleWrapper):
-            raise CapabilityError(
-                f"layer {layer.name!r} wraps a torch module, which reads its own parameters: they cannot be stored as "
-                "shards over the data axis. Use zero=2 or less"
-            )
-
-
 _ByLayer = list[tuple[Any, list[DistributedVariable]]]
+
+
+def _check_modules(by_layer: _ByLayer) -> None:
+    for layer, own in by_layer:
+        cut = [v for v in own if v._storage.is_cut] if isinstance(layer, TorchModuleWrapper) else []
+        if cut:
+            layout = cut[0]._storage.shardings.stored.layout
+            raise CapabilityError(
+                f"layer {layer.name!r} wraps a torch module, which reads its own parameters, and {cut[0].path!r} would "
+                f"be {layout.in_words}. Use zero=2 or less, and no rule that cuts it"
+            )
 
 
 def _order(by_layer: _ByLayer, reads: Sequence[Read]) -> list[int]:

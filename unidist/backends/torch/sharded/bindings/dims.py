@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from unidist.backends.torch.sharded.binding import EVERYWHERE, Bound, Call, Composed, Local, bind, binds
+from unidist.backends.torch.sharded.nested import PLAIN
 from unidist.backends.torch.sharded.tensor import ShardedTensor
 from unidist.propagation.choosing import Decision
 from unidist.propagation.layouts import cut_dims
@@ -163,7 +164,7 @@ over("repeat tile", _repeated)
 def _interleaved(call: Call) -> Composed | None:
     """By one number, which may be a tensor's."""
     x, times, dim = call.get(0, "input"), call.get(1, "repeats"), call.get(2, "dim")
-    is_one = isinstance(times, int) or (type(times) is torch.Tensor and times.numel() == 1)
+    is_one = isinstance(times, int) or (type(times) in PLAIN and times.numel() == 1)
     return Composed(_interleave) if is_one and (len(x.shape) == 1 or (dim is not None and len(x.shape))) else None
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from unidist.backends.torch.sharded.binding import Bound, Call, Composed, Local, bind, binds
 from unidist.backends.torch.sharded.bindings import rings
 from unidist.backends.torch.sharded.bindings.dims import along, nested_dims, over
+from unidist.backends.torch.sharded.nested import PLAIN
 from unidist.backends.torch.sharded.space import Space
 from unidist.propagation.choosing import Decision
 from unidist.propagation.layouts import Cut
@@ -120,7 +121,7 @@ def _attended(causal: bool, space: Space, parts: list[Any], args: Any, kwargs: d
 
 def convolved(function: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Convolves one row as several: torch has no gradient of a single permuted filter for one image."""
-    if type(x) is Tensor and x.shape[0] == weight.shape[0] == 1:
+    if type(x) in PLAIN and x.shape[0] == weight.shape[0] == 1:
         weight = weight.contiguous()
     return function(x, weight, *args, **kwargs)
 
