@@ -14,6 +14,7 @@ from unidist.planner.facts import Facts, Reach, VariableFact, local_bytes
 from unidist.planner.holding import Rehearsed, activation_bytes
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.predicting import Workload, pairs, predict, roles
+from unidist.planner.replicas import Replicas, compared
 from unidist.strategies import Strategy, VariableLayouts
 from unidist.tables import titled
 
@@ -68,6 +69,7 @@ class Plan:
         layout_map: the sharded variables' exact paths and layouts: print it, change it, give it to ModelParallel.
         optimizer: whose slots are counted.
         zero: the stage of ZeRO. offload: "states": the slots rest in host memory.
+        replicas: what replicas of shards cost and save; None without ZeRO over several data axes.
         activation_bytes_per_device: an estimate of what forward keeps for backward, of the device that has most rows:
             each tensor that an innermost layer takes or gives, once. Tensors between the layers of a pair are cut with
             it. Not counted are dropout's masks, what operations that stand in no layer keep besides, the loss,
@@ -98,6 +100,7 @@ class Plan:
     estimated: str = ""
     context_axes: Axes = ()
     offload: str = "none"
+    replicas: Replicas | None = None
 
     @property
     def bytes_per_device(self) -> int:
@@ -164,7 +167,8 @@ class Plan:
         sent = (("collective", "axes", "count", "bytes per device"), *self.traffic())
         traffic = titled(f"one training step of {self.batch_in_words}", sent, (2, 3), width)
         note = f"the collectives are an estimate: {self.estimated}" if self.estimated else ""
-        return "".join(f"{part}\n" for part in (variables, totals, traffic, note, self.idle) if part)
+        replicas = "" if self.replicas is None else self.replicas.in_words
+        return "".join(f"{part}\n" for part in (variables, totals, traffic, note, replicas, self.idle) if part)
 
     def _repr_svg_(self) -> str | None:
         return names.shown(self, "svg")
@@ -248,21 +252,31 @@ def make_plan(
         choices = _ruled(facts, rules)
     layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
     slots = facts.slots or [0] * len(facts.variables)
-    rows = [_row(*found, strategy) for found in zip(facts.variables, choices, slots, strict=True)]
     step = Workload(mesh, data_axes, batch, sequence, strategy.context_axes, lengths)
     found = zip(facts.layers, roles(facts, layouts), strict=True)
     shared = {layer.path: role.meets for layer, role in found if role.meets}
     seen = rehearse(layouts, shared if is_found else {})
     of_layers, kept, estimated = (None, None, seen) if isinstance(seen, str) else (seen.sent, seen.kept, "")
+
+    def laid(one: Strategy) -> tuple[tuple[PlanRow, ...], Ledger]:
+        rows = tuple(_row(*found, one) for found in zip(facts.variables, choices, slots, strict=True))
+        return rows, predict(facts, layouts, step, [row.layouts for row in rows], of_layers)
+
+    def weighed(one: Strategy) -> tuple[int, Ledger]:
+        rows, sent = laid(one)
+        held = sum(r.bytes_per_device + r.gradient_bytes_per_device + r.slot_bytes_per_device for r in rows)
+        return held, sent
+
+    rows, predicted = laid(strategy)
     return Plan(
         name=facts.name,
         mesh=mesh,
         data_axes=data_axes,
-        rows=tuple(rows),
+        rows=rows,
         pairs=tuple(
             tuple(facts.layers[k].path for k in (*columns, row)) for row, columns in pairs(facts, layouts).items()
         ),
-        predicted=predict(facts, layouts, step, [row.layouts for row in rows], of_layers),
+        predicted=predicted,
         layout_map=rules,
         batch=batch,
         sequence=sequence if facts.is_open else None,
@@ -273,6 +287,7 @@ def make_plan(
         estimated=estimated,
         context_axes=strategy.context_axes,
         offload=strategy.offload,
+        replicas=compared(strategy, weighed),
     )
 
 
