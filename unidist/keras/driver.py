@@ -136,6 +136,7 @@ class Driver(Protocol):
         sample: Any,
         batch: int,
         shared: dict[str, Axes],
+        chosen: dict[str, float],
     ) -> Rehearsed | str:
         """Gives what layers send and keep in a step, for `unidist.plan`; or why it can only be estimated.
 

@@ -116,13 +116,16 @@ class StackFact:
 
     Attributes:
         members: indices of the stacked variables. `size`: how many kernels are stacked.
-        calls: what its calls take, where that is known.
+        calls: what its calls take, where that is known. rows: how many rows each takes.
+        chosen: for how many kernels a row has a weight; None: it was not looked at, or does not show.
     """
 
     path: str
     members: tuple[int, ...]
     size: int
     calls: Calls = Calls()
+    rows: tuple[Amount, ...] = ()
+    chosen: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from unidist.planner.choosing import Choice, Chooser, size_text
 from unidist.planner.facts import Facts, Reach, VariableFact, local_bytes
 from unidist.planner.holding import Rehearsed, activation_bytes
 from unidist.planner.layout_map import LayoutMap
-from unidist.planner.predicting import Workload, pairs, predict, roles
+from unidist.planner.predicting import Workload, pairs, predict, roles, routed
 from unidist.planner.replicas import Replicas, compared
 from unidist.strategies import Strategy, VariableLayouts
 from unidist.tables import titled
@@ -213,9 +213,9 @@ def to_follow(facts: Facts, mesh: Mesh, axes: Axes) -> list[Reach]:
     return [reach for reach in ended if reach.source not in paired]
 
 
-# (layouts of the variables, path of a layer -> axes of ranks that work with all that it gives) -> what was seen of a
-# step; or why that is to be estimated.
-Rehearse = Callable[[list[Layout], dict[str, Axes]], Rehearsed | str]
+# (layouts of the variables, path of a layer -> axes of ranks that work with all that it gives, path of a stack -> how
+# many of its kernels have a weight for a row) -> what was seen of a step; or why that is to be estimated.
+Rehearse = Callable[[list[Layout], dict[str, Axes], dict[str, float]], Rehearsed | str]
 
 
 def make_plan(
@@ -252,22 +252,25 @@ def make_plan(
         choices = _ruled(facts, rules)
     layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
     slots = facts.slots or [0] * len(facts.variables)
-    step = Workload(mesh, data_axes, batch, sequence, strategy.context_axes, lengths)
+    dispatches = strategy.experts == "dispatch"
+    step = Workload(mesh, data_axes, batch, sequence, strategy.context_axes, lengths, dispatches)
     found = zip(facts.layers, roles(facts, layouts), strict=True)
     shared = {layer.path: role.meets for layer, role in found if role.meets}
-    seen = rehearse(layouts, shared if is_found else {})
+    weighed = {stack.path: stack.chosen for stack in facts.stacks if stack.chosen is not None}
+    seen = rehearse(layouts, shared if is_found else {}, weighed)
     of_layers, kept, estimated = (None, None, seen) if isinstance(seen, str) else (seen.sent, seen.kept, "")
 
     def laid(one: Strategy) -> tuple[tuple[PlanRow, ...], Ledger]:
         rows = tuple(_row(*found, one) for found in zip(facts.variables, choices, slots, strict=True))
         return rows, predict(facts, layouts, step, [row.layouts for row in rows], of_layers)
 
-    def weighed(one: Strategy) -> tuple[int, Ledger]:
+    def held_and_sent(one: Strategy) -> tuple[int, Ledger]:
         rows, sent = laid(one)
         held = sum(r.bytes_per_device + r.gradient_bytes_per_device + r.slot_bytes_per_device for r in rows)
         return held, sent
 
     rows, predicted = laid(strategy)
+    estimated = estimated or routed(predicted)
     return Plan(
         name=facts.name,
         mesh=mesh,
@@ -287,7 +290,7 @@ def make_plan(
         estimated=estimated,
         context_axes=strategy.context_axes,
         offload=strategy.offload,
-        replicas=compared(strategy, weighed),
+        replicas=compared(strategy, held_and_sent),
     )
 
 

@@ -4,9 +4,9 @@ What layers send is known where a step can be rehearsed (keras/torch/rehearsal.p
 
 A pair all_reduces the row's outputs forward and the gradient of the columns' common input backward; a column alone
 gathers its outputs instead; of what meets a pair (keys of few heads) the output's gradient is summed; a table cut by
-its vocabulary all_reduces what it looked up; what kernels of a stack give is
-summed, and so is the gradient of what they take; what no rule serves is gathered for the call. What layers between them
-send is not predicted.
+its vocabulary all_reduces what it looked up; what kernels of a stack give is summed, and so is the gradient of what
+they take; where data axes cut these, rows or kernels are gathered, whichever is less; what no rule serves is gathered
+for the call. What layers between them send is not predicted.
 
 Gradients are summed over the data axes, by reduce_scatter where the states are spread over them (ZeRO); then values
 are gathered: once behind the optimizer, or, where they are stored in parts too, as layers need them (fetching.py).
@@ -25,6 +25,9 @@ from unidist.ledger import Ledger
 from unidist.planner.facts import Amount, Facts, LayerFact, StackFact, local_bytes, meetings
 from unidist.planner.fetching import UNIT_BYTES, Member, fetches, units
 from unidist.strategies import VariableLayouts
+
+# What rows are sent for that go to the devices of a stack's kernels.
+TO_KERNELS = "rows to kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ class Workload:
         data_axes: those that cut the batch, of `batch` rows.
         sequence: length of open dims.
         context_axes: those that cut sequences, of these `lengths`.
+        dispatches: kernels of a stack compute the rows that they have a weight for.
     """
 
     mesh: Mesh
@@ -113,6 +117,7 @@ class Workload:
     sequence: int
     context_axes: Axes = ()
     lengths: frozenset[int] = frozenset()
+    dispatches: bool = False
 
     @property
     def rows(self) -> int:
@@ -156,6 +161,22 @@ def predict(
     return Ledger([event for event in sent if len(event.ranks) > 1])
 
 
+def routed(sent: Ledger) -> str:
+    """Says how many rows go to kernels on other devices, as gates choose; "" where none go.
+
+    A device whose kernels all rows choose gets the rows of all others, and gives as many.
+    """
+    events = [event for event in sent.events if event.op == "all_to_all" and event.purpose.startswith(TO_KERNELS)]
+    if not events:
+        return ""
+    even = sum((event.bytes for event in events), Fraction(0))
+    most = sum((event.bytes * len(event.ranks) / 2 for event in events), Fraction(0))
+    return (
+        f"gates choose which rows are sent to kernels, {round(even):,} bytes if each is chosen as often, and at most "
+        f"{round(most):,} of a device whose kernels all rows choose"
+    )
+
+
 def _of_layers(facts: Facts, layouts: list[Layout], step: Workload) -> Iterator[Event]:
     shared: set[tuple[int, Axes]] = set()
     known: set[int] = set()
@@ -167,10 +188,16 @@ def _of_layers(facts: Facts, layouts: list[Layout], step: Workload) -> Iterator[
         yield from _beside(facts, layouts, layer, role, step)
     for stack in facts.stacks:
         axes = stack_axes(stack, layouts)
-        if axes and not set(axes) & set(step.data_axes):  # over data axes kernels are gathered
+        if axes and not set(axes) & set(step.data_axes):
             known |= set(stack.members)
             for amounts in (stack.calls.taken, stack.calls.given):
                 yield from step.moved("all_reduce", axes, amounts, stack.calls.itemsize, stack.path)
+        elif axes and stack.rows:
+            rows = list(_rows_of_stack(stack, axes, step))
+            kernels = [event.bytes for k in stack.members for event in _gathering(facts, layouts, k, 1, step)]
+            if step.dispatches or rows[0].bytes < max(kernels):
+                known |= set(stack.members)
+                yield from rows
     for index, layout in enumerate(layouts):
         if index not in known and layout.sharded_axes:
             yield from _gathering(facts, layouts, index, 1, step)
@@ -241,6 +268,17 @@ def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step
         # Over model axes each device has the whole gradient, and takes its part of it.
         if variable.trainable and set(axes) & set(step.data_axes):
             yield step.event("reduce_scatter", axes, variable.bytes, variable.path)
+
+
+def _rows_of_stack(stack: StackFact, axes: Axes, step: Workload) -> Iterator[Event]:
+    """Predicts what is sent where rows of all data shards come to each shard's kernels."""
+    calls, count = stack.calls, step.mesh.axis_size(axes)
+    taken, given = ([amount.times(count) for amount in amounts] for amounts in (calls.taken, calls.given))
+    weights = [amount.times(count * stack.size) for amount in stack.rows] if step.dispatches else []
+    back = "reduce_scatter" if step.dispatches else "all_reduce"
+    for op, amounts in (("all_gather", (taken, weights, given)), (back, (given, taken, weights))):
+        for some in amounts:
+            yield from step.moved(op, axes, some, calls.itemsize, stack.path)
 
 
 def _over_contexts(facts: Facts, layouts: list[Layout], step: Workload) -> Iterator[Event]:

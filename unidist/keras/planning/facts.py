@@ -21,9 +21,10 @@ from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candid
 from unidist.keras.planning.kept_tensors import Runs, rows_of, seen_in_runs
 from unidist.keras.planning.reach import Reacher
 from unidist.keras.planning.trial_runs import Runner, Trace
+from unidist.keras.planning.weighed import chosen
 from unidist.keras.records.layer_report import in_words, listed
 from unidist.keras.strategies.options import fetches_neighbours
-from unidist.planner.facts import Activation, Calls, Facts, LayerFact, Reach, StackFact, VariableFact
+from unidist.planner.facts import Activation, Amount, Calls, Facts, LayerFact, Reach, StackFact, VariableFact
 from unidist.planner.fetching import by_reads
 
 # Lengths of sequences to run a model on: the first two that it takes.
@@ -46,6 +47,7 @@ def read(
     follow: Callable[[Facts], list[Reach]] = ended,
     *,
     keeps: bool = True,
+    weighs: bool = False,
 ) -> Facts:
     """Reads what the planner must know of a model, by running it on a few rows without its kernels.
 
@@ -55,6 +57,7 @@ def read(
         inputs: as the model is called, where it does not say itself.
         follow: which reaches are to be followed to their end, of those that were not.
         keeps: also what a step keeps for its backward, and the order in which it reads variables.
+        weighs: also for how many kernels of a stack a row has a weight, on torch.
 
     Raises:
         LayoutError: the model is not built, or cannot be run.
@@ -86,7 +89,7 @@ def read(
             slots=slots,
             optimizer=optimizer,
             neighbours=_neighbours(model, place) if fetches_neighbours() else (),
-            stacks=tuple(_stacks(layers, place, runs)),
+            stacks=tuple(_stacks(layers, place, runs, chosen(runner, model, inputs, runs) if weighs else {})),
             is_open=samples.is_open(model, inputs),
         )
         while wanted := {(order[reach.source], reach.dim) for reach in follow(facts)}:
@@ -214,20 +217,25 @@ def _layer(found: Candidate, index: int, place: dict[int, int], runner: Runner, 
     )
 
 
-def _stacks(layers: list[Any], place: dict[int, int], runs: Runs) -> Iterator[StackFact]:
+def _stacks(layers: list[Any], place: dict[int, int], runs: Runs, few: dict[int, float]) -> Iterator[StackFact]:
     for layer in layers:
         stack = [v for v in stack_of(layer) if v.trainable and id(v) in place]
         if stack:
             members = tuple(place[id(v)] for v in stack)
-            yield StackFact(layer.path or layer.name, members, stack[0].shape[0], _calls_of_stack(layer, runs))
+            size, calls, rows = stack[0].shape[0], *_calls_of_stack(layer, runs)
+            yield StackFact(layer.path or layer.name, members, size, calls, rows, few.get(id(layer)))
 
 
-def _calls_of_stack(layer: Any, runs: Runs) -> Calls:
-    """None on torch: layers are rehearsed there, and of blocks that are alike one is called."""
+def _calls_of_stack(layer: Any, runs: Runs) -> tuple[Calls, tuple[Amount, ...]]:
+    """Returns a stack's calls, and their rows.
+
+    None on torch: layers are rehearsed there, and of blocks that are alike one is called.
+    """
     if keras.config.backend() == "torch":
-        return Calls()
-    taken = runs.amounts(lambda trace: trace.stacked.get(id(layer), []))
-    return Calls(taken, taken, (), itemsize(layer.compute_dtype))
+        return Calls(), ()
+    taken = runs.amounts(lambda trace: [prod(shape) for shape in trace.stacked.get(id(layer), [])])
+    rows = runs.amounts(lambda trace: [prod(shape[:1]) for shape in trace.stacked.get(id(layer), [])])
+    return Calls(taken, taken, (), itemsize(layer.compute_dtype)), rows
 
 
 def _calls(found: Candidate, index: int, runs: Runs, *, reverse: bool) -> Calls:

@@ -23,8 +23,10 @@ from unidist.keras.records.layer_report import in_words
 from unidist.keras.strategies.layout_maps import as_layout_map
 from unidist.keras.strategies.options import (
     Attention,
+    Experts,
     Offload,
     contexts,
+    dispatches,
     for_experts,
     offloads,
     shards,
@@ -54,6 +56,7 @@ def plan(
     attention: Attention = "auto",
     shard_axis: str | Axes | None = None,
     offload: Offload = "none",
+    experts: Experts = "all",
 ) -> Plan:
     """Plans a model's layouts on a mesh, with reasons, bytes and the traffic of a step.
 
@@ -74,8 +77,9 @@ def plan(
         sequence_parallel: the traffic is that of ModelParallel(..., sequence_parallel=True), on torch. Layouts are the
             same.
         context_axis, expert_axis, attention: see ModelParallel. On JAX the sums of gradients are counted, not what
-            attention reads of other devices' places. Where data axes cut kernels of a stack, these are counted as
-            gathered: how many rows experts="dispatch" sends in their place is known in a step alone.
+            attention reads of other devices' places.
+        experts: see DataParallel. How many rows "dispatch" sends depends on what gates choose: counted are those of
+            gates that choose each kernel as often.
         offload: see DataParallel.
 
     Raises:
@@ -99,7 +103,7 @@ def plan(
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
     rows = batch if batch is not None else 8 * _places(grid, data)
     cutting |= {**shards(zero, shard_axis), "uneven": takes_uneven(), "sequence_parallel": sequence_parallel}
-    cutting |= offloads(offload)
+    cutting |= offloads(offload) | dispatches(experts)
     strategy = Strategy(grid, data, **cutting)
     rehearse = _rehearsal(model, inputs, strategy, rows, sequence)
     return _made(model, strategy, axes, rules, inputs, rows, sequence, rehearse)
@@ -124,8 +128,9 @@ def _made(
     axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
     follow = functools.partial(to_follow, mesh=mesh, axes=axes) if rules is None else ended
     with log.while_long(f"planning model {model.name!r}"), seeds.untouched(), _one_thread():
-        facts = read(model, _places(mesh, axes), inputs, follow, keeps=rehearse is not None)
-        how = rehearse or (lambda layouts, shared: "layouts alone were asked for")
+        weighs = strategy.experts == "dispatch" and keras.config.backend() == "torch" and rehearse is not None
+        facts = read(model, _places(mesh, axes), inputs, follow, keeps=rehearse is not None, weighs=weighs)
+        how = rehearse or (lambda *asked: "layouts alone were asked for")
         lengths = _lengths(model, inputs, strategy, sequence) if rehearse is not None else frozenset()
         made = make_plan(facts, strategy, axes, rules, batch=batch, sequence=sequence, rehearse=how, lengths=lengths)
     let_go(model)
@@ -133,13 +138,13 @@ def _made(
 
 
 def _rehearsal(model: Any, inputs: Any, strategy: Strategy, batch: int, sequence: int) -> Rehearse:
-    def rehearse(layouts: list[Layout], shared: dict[str, Axes]) -> Rehearsed | str:
+    def rehearse(layouts: list[Layout], shared: dict[str, Axes], chosen: dict[str, float]) -> Rehearsed | str:
         driver = drivers.current()
         if driver is None:
             return f"no driver trains with Keras on {keras.config.backend()}"
         sample = samples.sample(model, inputs, samples.ROWS, sequence)
         try:
-            return driver.rehearse(model, layouts, strategy, sample, batch, shared)
+            return driver.rehearse(model, layouts, strategy, sample, batch, shared, chosen)
         except Exception as error:
             # Whatever a model may raise that asks tensors for values, which a rehearsal has not.
             return f"the model cannot be called without values ({type(error).__name__}: {in_words(error)})"

@@ -57,7 +57,7 @@ class Trace:
     """One run: what each candidate took, what it gave in elements, and what came out.
 
     Attributes:
-        stacked: what each layer with a stack of kernels took, in elements.
+        stacked: the shapes of what each layer with a stack of kernels took.
         seen: what all layers took and gave, where it was asked for.
         graph, record: of a run that can be run again in parts (graphs.py); else None.
         inside: for each place of the graph the candidates there.
@@ -68,7 +68,7 @@ class Trace:
     taken: dict[int, list[Any]] = field(default_factory=dict)
     given: dict[int, list[tuple[tuple[int, ...], bool]]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
-    stacked: dict[int, list[int]] = field(default_factory=dict)
+    stacked: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     seen: Seen | None = None
     graph: Graph | None = None
     record: Record | None = None
@@ -81,7 +81,10 @@ class Runner:
     """Runs a model or layers of it, with their candidates' calls replaced while `installed`."""
 
     def __init__(self, candidates: list[Candidate], others: list[Any]) -> None:
-        """`others`: the model's layers that are no candidates."""
+        """`others`: the model's layers that are no candidates.
+
+        `of_stacks` is given a layer with a stack, what it took and what it gave; the run goes on with what it returns.
+        """
         self.candidates = candidates
         self.index = {id(found.layer): k for k, found in enumerate(candidates)}
         self.composites = [layer for layer in others if any(id(one) in self.index for one in within(layer))]
@@ -91,6 +94,7 @@ class Runner:
         self.captured: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.read_elsewhere: set[int] = set()
         self.kinds = Kinds()
+        self.of_stacks: Callable[[Any, Any, Any], Any] | None = None
         self._members: dict[int, list[int]] = {}
         self._totals: dict[int, list[float | None]] = {}
         self._repeats: Repeats | None = None
@@ -229,10 +233,11 @@ class Runner:
         return given
 
     def _stacked(self, layer: Any, rest: Call, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self._trace.stacked.setdefault(id(layer), []).append(prod(inputs.shape))
+        self._trace.stacked.setdefault(id(layer), []).append(tuple(inputs.shape))
         size = stack_of(layer)[0].shape[0]
         with contextlib.nullcontext() if self._saved is None else self._saved.in_stack(size, inputs):
-            return rest(inputs, *args, **kwargs)
+            out = rest(inputs, *args, **kwargs)
+        return out if self.of_stacks is None else self.of_stacks(layer, inputs, out)
 
     def _through(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
         # What a layer is called with inside a program, as a recurrent layer's cell, is worth nothing outside.

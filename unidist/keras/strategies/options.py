@@ -37,7 +37,6 @@ def options(
     if sequence_parallel:
         check_sequence_parallel()
     recomputing.check(remat)
-    _check_experts(experts)
     by_carriers = {"exact_random": exact_random, "per_tensor_rows": per_tensor_rows}
     for name in filter(by_carriers.get, by_carriers):
         _check(name, sequence_parallel)
@@ -48,7 +47,7 @@ def options(
         "joint": is_joint(),
         "sequence_parallel": sequence_parallel,
         "remat": remat,
-        "experts": experts,
+        **dispatches(experts),
         **offloads(offload),
         **by_carriers,
     }
@@ -72,7 +71,13 @@ def _check_choice(name: str, given: str, choices: Any) -> None:
         raise ArgumentError(f"{name}={given!r}: give one of {', '.join(map(repr, get_args(choices)))}")
 
 
-def _check_experts(experts: str) -> None:
+def dispatches(experts: str) -> dict[str, Any]:
+    """Returns what a Strategy holds of the rows that stacked kernels compute.
+
+    Raises:
+        ArgumentError: `experts` is no choice.
+        CapabilityError: Keras's backend cannot dispatch.
+    """
     _check_choice("experts", experts, Experts)
     if experts == "dispatch" and keras.config.backend() == "tensorflow":
         raise CapabilityError(
@@ -80,6 +85,7 @@ def _check_experts(experts: str) -> None:
             "expert has is known in a step alone. Leave it out, or set KERAS_BACKEND=torch or jax before Keras is "
             "imported"
         )
+    return {"experts": experts}
 
 
 def offloads(offload: str) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def rehearse(
     sample: Any,
     batch: int,
     shared: Mapping[str, Axes],
+    chosen: Mapping[str, float],
 ) -> Rehearsed:
     """Returns what a model's layers send, and keep of parts of sequences, in the first rank's step.
 
@@ -123,6 +124,7 @@ def rehearse(
         batch: how many rows there are over all data shards.
         strategy: the mesh, the data axes, and whether sequences are cut.
         shared: path of a layer -> axes of the ranks that work with all that it gives.
+        chosen: path of a layer with stacked kernels -> for how many of these a row has a weight.
 
     Raises:
         Exception: whatever a model raises that asks for values.
@@ -137,7 +139,7 @@ def rehearse(
         variables = list({id(v): v for v in model.variables}.values())
         for variable, layout in zip(variables, layouts, strict=True):
             stack.enter_context(_placed(variable, Sharding(mesh, layout, tuple(variable.shape)), world))
-        _give_rules(model, world, shared, strategy)
+        _give_rules(model, world, shared, chosen, strategy)
         stack.enter_context(_without_drawing())
         stack.enter_context(without_values())
         frame = world.frame_for(world.ranks[0])
@@ -197,11 +199,14 @@ def _without(rows: int, x: Any) -> torch.Tensor:
     return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta")
 
 
-def _give_rules(model: Any, world: RankWorld, shared: Mapping[str, Axes], strategy: Strategy) -> None:
+def _give_rules(
+    model: Any, world: RankWorld, shared: Mapping[str, Axes], chosen: Mapping[str, float], strategy: Strategy
+) -> None:
     for layer in model._flatten_layers():
         rule = rules.make_rule(layer)
         if rule is not None:
             rule.in_parts = strategy.sequence_parallel
+            rule.chosen = chosen.get(layer.path)
             applying.install_rule(rule)
         if axes := shared.get(layer.path):
             applying.install_share(layer, axes)

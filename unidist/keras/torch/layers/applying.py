@@ -19,7 +19,7 @@ from unidist.algebra import Axes, Layout, Sharding
 from unidist.backends.torch.sharded import wrap
 from unidist.keras.layer_facts import stack_of
 from unidist.keras.layers import has_more_than_its_kernel
-from unidist.keras.patching.compat import ops, set_keras_mask
+from unidist.keras.patching.compat import ops, set_keras_mask, to_torch_dtype
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import features
 from unidist.keras.torch.activation_redistribute import WHOLE, cut_dim, fanned, move, partial
@@ -27,6 +27,7 @@ from unidist.keras.torch.carrying import space_amid
 from unidist.keras.torch.context import Frame, around_call, infers_shapes
 from unidist.keras.torch.layers import sequence
 from unidist.keras.torch.layers.rules import DISPATCH, Rule, by_rules, cut_variables, make_rule
+from unidist.keras.torch.layers.sending import balanced
 
 # On a layer: its rule.
 _RULE = "_unidist_rule"
@@ -261,8 +262,23 @@ def _stack(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> A
 
 def _sent(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """Leaves it to what sends rows to kernels (experts.py); without that these are gathered."""
+    if frame.world.rehearses and rule.chosen is not None:
+        return _rehearsed(rule, frame, rest, *args, **kwargs)
     sends = DISPATCH in vars(rule.layer) and not frame.world.rehearses
     return (rest if sends else functools.partial(_gather, rule, frame, rest))(*args, **kwargs)
+
+
+def _rehearsed(rule: Rule, frame: Frame, rest: Call, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Notes the rows that would be sent if each kernel had as many; all compute, without values."""
+    stack = stack_of(rule.layer)
+    wholes = {
+        id(v): torch.empty(tuple(v.shape), dtype=to_torch_dtype(v.dtype), device="meta", requires_grad=v.trainable)
+        for v in cut_variables(rule.layer)
+    }
+    with frame.reading(wholes):
+        out: torch.Tensor = rest(x, **kwargs)
+    balanced(frame, rule.axes, stack[0].shape[0], rule.chosen or 0.0, x, out)
+    return out
 
 
 def _by_rules(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,7 @@ class Rule:
         comes_cut: of a row: whether its inputs came cut in all calls so far; None: there was none.
         world: that its weights are on.
         reason: of "gather": why no other rule serves it.
+        chosen: of "sent", where a step is rehearsed: for how many kernels a row has a weight, if they are dispatched.
     """
 
     layer: Any
@@ -46,6 +47,7 @@ class Rule:
     comes_cut: bool | None = None
     world: Any = None
     reason: str = ""
+    chosen: float | None = None
 
     def is_at_home(self, frame: Frame) -> bool:
         """Returns whether a rank works on the mesh of the weights: a model may call one on another mesh."""

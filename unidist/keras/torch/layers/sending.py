@@ -18,11 +18,33 @@ import torch
 from unidist import events
 from unidist.algebra import Axes
 from unidist.backends.local import LocalViewBackend
+from unidist.backends.torch.sharded import ShardedTensor
 from unidist.keras.torch.context import Frame
+from unidist.planner.predicting import TO_KERNELS
 
 Tensor = torch.Tensor
 # What own kernels make of rows in the order of kernels, given how many rows each has.
 Make = Callable[[Tensor, Tensor], Tensor]
+
+
+def balanced(frame: Frame, axes: Axes, kernels: int, chosen: float, x: Tensor, out: Tensor) -> None:
+    """Records what a rank without values sends, forward and backward, if each kernel has as many rows.
+
+    Args:
+        axes: along which the places of so many kernels are.
+        chosen: for how many of these a row has a weight.
+        x, out: the rows, and (kernels, rows, ...) what all make of them.
+    """
+    backend, group = frame.world.backend, frame.world.mesh.group(axes, frame.rank)
+    with events.for_purpose(f"{TO_KERNELS}: {events.purpose()}"):
+        backend.record("all_to_all", axes, group, torch.empty(kernels, dtype=torch.int64, device="meta"))
+        for rows, share in ((x, chosen), (out, chosen / kernels)):
+            own = rows
+            while isinstance(own, ShardedTensor):
+                own = own.local
+            sent = torch.empty(round(own.numel() * share), dtype=own.dtype, device="meta")
+            for _ in range(2 if rows.requires_grad else 1):
+                backend.record("all_to_all", axes, group, sent)
 
 
 @dataclass(frozen=True)
@@ -45,7 +67,7 @@ class Sending:
             make: computes with this device's kernels.
             rows: this rank's, in the order of all kernels. counts: how many each kernel has.
         """
-        with events.for_purpose(f"rows to kernels: {events.purpose()}"):
+        with events.for_purpose(f"{TO_KERNELS}: {events.purpose()}"):
             own = self._own
             theirs = self._sent(counts, self.sizes, [own] * len(self.sizes)).reshape(-1, own)
             sent = [int(part.sum()) for part in counts.split(list(self.sizes))]
