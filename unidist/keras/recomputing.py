@@ -8,8 +8,9 @@ attention alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -21,6 +22,7 @@ from unidist.keras.patching.compat import RematMode
 # What `remat=` may be: "none", "block", "attention", or a function of a layer.
 Remat = str | Callable[[Any], bool]
 NAMES = ("none", "block", "attention")
+_ALL = RematMode("full", 0, ())
 
 
 def check(remat: Remat) -> None:
@@ -45,8 +47,31 @@ def mark(model: Any, remat: Remat) -> None:
     Raises:
         CapabilityError: there is no such layer.
     """
+    for layer in chosen(model, remat):
+        layer._remat_mode = _ALL
+
+
+@contextlib.contextmanager
+def marking(layers: Iterable[Any], mode: Any = _ALL) -> Iterator[None]:
+    """Inside these layers are computed again in backward, or, with `mode` None, are not."""
+    before = [(layer, layer._remat_mode) for layer in layers]
+    for layer, _ in before:
+        layer._remat_mode = mode
+    try:
+        yield
+    finally:
+        for layer, own in before:
+            layer._remat_mode = own
+
+
+def chosen(model: Any, remat: Remat) -> list[Any]:
+    """Returns the layers that an option chooses.
+
+    Raises:
+        CapabilityError: there is no such layer.
+    """
     if remat == "none":
-        return
+        return []
     found = list(_chosen(model, remat))
     if not found:
         raise CapabilityError(
@@ -54,8 +79,14 @@ def mark(model: Any, remat: Remat) -> None:
             "whose class there are several side by side; attention is a layer whose class ends in 'Attention'. Give a "
             "function: remat=lambda layer: isinstance(layer, MyBlock)"
         )
-    for layer in found:
-        layer._remat_mode = RematMode("full", 0, ())
+    return found
+
+
+def computes_all_again(layer: Any) -> bool:
+    """Returns whether Keras computes all of a layer's call again in backward."""
+    mode = getattr(layer, "_remat_mode", None)
+    is_named = mode is not None and mode.mode == "list_of_layers" and layer.name in mode.layer_names
+    return is_named or (mode is not None and mode.mode == "full")
 
 
 def marked(model: Any) -> Iterator[tuple[str, str]]:

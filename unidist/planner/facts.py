@@ -163,6 +163,7 @@ class Activation:
         behind: of a tensor between the layers of pairs: the indices of the layers on whose outputs it depends.
         growing: how many dims grow with the rows of a batch.
         stack: of what a layer with so many stacked kernels computes, that number; else 0.
+        again: of what backward computes again, the number of the layer that does; else 0.
     """
 
     dims: tuple[Affine, ...]
@@ -170,6 +171,7 @@ class Activation:
     behind: tuple[int, ...] = ()
     growing: int = 1
     stack: int = 0
+    again: int = 0
 
     def lengths_at(self, length: int) -> tuple[float, ...]:
         """Returns the length of each dim, of one row, at a length of the sequence."""

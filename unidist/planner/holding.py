@@ -31,12 +31,12 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
     What is between the layers of a pair is cut over the pair's axes. What a stack of kernels computes, or has as many
     entries as that along its first dim, is cut over the stack's axes, and all else over the data axes alone. Of a
     weight that is cut, and that a layer without a rule gathers, the whole is kept too. What has places of a sequence is
-    cut over the context axes.
+    cut over the context axes. Of what backward computes again, it is held of one layer at a time.
     """
     found = roles(facts, layouts)
     over = [(stack, stack_axes(stack, layouts)) for stack in facts.stacks]
     stacks = {stack.size: axes for stack, axes in over if axes and not set(axes) & set(step.data_axes)}
-    total = 0.0
+    totals: dict[int, float] = {}
     for activation in facts.activations:
         of_layers = [found[k] for k in activation.behind]
         cut = next((role.axes for role in of_layers if role.paired and role.name == "column"), None)
@@ -44,11 +44,13 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
         parts = 1 if cut is None else step.mesh.axis_size(cut)
         if step.lengths.intersection(activation.lengths_at(step.sequence)[1:]):
             parts *= step.contexts
-        total += activation.bytes_at(step.sequence, step.rows) / parts
+        size = activation.bytes_at(step.sequence, step.rows) / parts
+        totals[activation.again] = totals.get(activation.again, 0.0) + size
     ruled = {k for layer in facts.layers for k in (layer.kernel, layer.bias, layer.reverse)}
     ruled.update(k for stack, axes in over if axes in stacks.values() for k in stack.members)
     gathered = [k for k in set(facts.kept) - ruled if layouts[k].dims]
-    return round(total) + sum(facts.variables[k].bytes for k in gathered)
+    held = totals.pop(0, 0.0) + max(totals.values(), default=0.0)
+    return round(held) + sum(facts.variables[k].bytes for k in gathered)
 
 
 def _leading(activation: Activation) -> int:

@@ -72,8 +72,9 @@ class Plan:
         replicas: what replicas of shards cost and save; None without ZeRO over several data axes.
         activation_bytes_per_device: an estimate of what forward keeps for backward, of the device that has most rows:
             each tensor that an innermost layer takes or gives, once. Tensors between the layers of a pair are cut with
-            it. Not counted are dropout's masks, what operations that stand in no layer keep besides, the loss,
-            rematerialization and sequence parallelism. A compiler (JAX, `jit_compile=True`) keeps less.
+            it. Of layers that backward computes again their inputs count, and the largest one. Not counted are
+            dropout's masks, what operations that stand in no layer keep besides, the loss and sequence parallelism. A
+            compiler (JAX, `jit_compile=True`) keeps less.
 
     Example:
         >>> import keras, unidist

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -29,6 +30,7 @@ class SeenTensor:
     `total`: the sum of its values, and `source`: the candidate that gave NaN last. Some kernels lose a NaN: torch's
     attention does on some processors. `goes_along`: it is a mask, or numbers, and is behind what the one of its shape
     before it is behind. `stack`: of what a layer with so many stacked kernels computes, that number; else 0.
+    `again`: of what backward computes again, the number of the layer; else 0.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +40,7 @@ class SeenTensor:
     source: int | None = None
     goes_along: bool = False
     stack: int = 0
+    again: int = 0
 
     def after(self, clean: SeenTensor) -> int | None:
         """Returns the candidate whose NaN has changed this tensor, which was `clean` in a run without any."""
@@ -65,6 +68,27 @@ class Seen:
     weights: list[int] = field(default_factory=list)
     tensors: list[SeenTensor] = field(default_factory=list)
     _known: dict[int, Any] = field(default_factory=dict)
+    _again: int = 0
+    _is_again: bool = False
+
+    @contextlib.contextmanager
+    def computed_again(self, given: Any) -> Iterator[None]:
+        """Notes what a layer is given as kept, and what is kept inside as of a layer that is computed again."""
+        if self._is_again:
+            yield
+            return
+        self.add(given)
+        self._is_again, before, known = True, len(self.tensors), set(self._known)
+        try:
+            yield
+        finally:
+            self._is_again, self._again = False, self._again + 1
+            self.tensors[before:] = [replace(one, again=self._again) for one in self.tensors[before:]]
+            self._forget(known)
+
+    def _forget(self, known: set[int]) -> None:
+        for key in set(self._known) - known:
+            del self._known[key]
 
     def add(self, values: Any) -> None:
         tensors = [x for x in tree.flatten(values) if is_tensor(x) and not jax_utils.is_in_jax_tracing_scope(x)]
@@ -132,7 +156,7 @@ def activations(
     near, far = seens.near, seens.far
     if not seens.are_alike:
         # A model that takes more steps for a longer sequence, as a recurrent one does: one number, none of it cut.
-        total = line(*(sum(prod(x.shape) * itemsize(x.dtype) for x in run) for run in (near, far)))
+        total = line(*(_bytes(run, itemsize) for run in (near, far)))
         return (Activation((total.times(1 / rows),), 1),)
     found = []
     for k, (one, other) in enumerate(zip(near, far, strict=True)):
@@ -141,5 +165,13 @@ def activations(
             grow = [wide > n for n, wide in zip(one.shape, seens.wide[k].shape, strict=True)]
         ends = zip(one.shape, other.shape, grow, strict=True)
         dims = tuple(line(n, longer).times(1 / rows if grows else 1) for n, longer, grows in ends)
-        found.append(Activation(dims, itemsize(one.dtype), seens.behind(k), sum(grow), one.stack))
+        found.append(Activation(dims, itemsize(one.dtype), seens.behind(k), sum(grow), one.stack, one.again))
     return tuple(found)
+
+
+def _bytes(run: list[SeenTensor], itemsize: Callable[[str], int]) -> int:
+    sizes = [0]
+    for one in run:
+        sizes += [0] * (one.again + 1 - len(sizes))
+        sizes[one.again] += prod(one.shape) * itemsize(one.dtype)
+    return sizes[0] + max(sizes[1:], default=0)

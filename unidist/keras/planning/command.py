@@ -45,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         shard_axis=_axes(options.shard_axis),
         offload=options.offload,
         experts=options.experts,
+        remat=options.remat,
     )
     print(made.layout_map.to_json() if options.json else made.show(options.width))
     if page is not None:
@@ -70,6 +71,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shard-axis", metavar="AXES", help="the data axes that ZeRO cuts over (default: all)")
     parser.add_argument("--offload", default="none", choices=("none", "states"), help="what rests in host memory")
     parser.add_argument("--experts", default="all", choices=("all", "dispatch"), help="which rows experts compute")
+    parser.add_argument("--remat", default="none", choices=("none", "block", "attention"), help="what is recomputed")
     parser.add_argument("--batch", type=int, help="rows of a global batch (default: 8 for each data shard)")
     parser.add_argument("--sequence", type=int, default=128, help="length of open dims (default: 128)")
     parser.add_argument("--sequence-parallel", action="store_true", help="predict a step with sequence parallelism")

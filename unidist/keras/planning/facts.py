@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from unidist.keras.planning.kept_tensors import Runs, rows_of, seen_in_runs
 from unidist.keras.planning.reach import Reacher
 from unidist.keras.planning.trial_runs import Runner, Trace
 from unidist.keras.planning.weighed import chosen
+from unidist.keras.recomputing import computes_all_again
 from unidist.keras.records.layer_report import in_words, listed
 from unidist.keras.strategies.options import fetches_neighbours
 from unidist.planner.facts import Activation, Amount, Calls, Facts, LayerFact, Reach, StackFact, VariableFact
@@ -48,6 +49,7 @@ def read(
     *,
     keeps: bool = True,
     weighs: bool = False,
+    again: Sequence[Any] = (),
 ) -> Facts:
     """Reads what the planner must know of a model, by running it on a few rows without its kernels.
 
@@ -57,6 +59,7 @@ def read(
         inputs: as the model is called, where it does not say itself.
         follow: which reaches are to be followed to their end, of those that were not.
         keeps: also what a step keeps for its backward, and the order in which it reads variables.
+        again: layers that backward computes again, beside those that Keras knows of.
         weighs: also for how many kernels of a stack a row has a weight, on torch.
 
     Raises:
@@ -71,7 +74,8 @@ def read(
     candidates = [c for c in candidates if id(c.kernel) in held]
     known = {id(c.layer) for c in candidates}
     others = [x for x in layers if id(x) not in known]
-    runner = Runner(candidates, others)
+    both = (*filter(computes_all_again, layers), *again)
+    runner = Runner(candidates, others, list({id(one): one for one in both}.values()))
     with runner.installed():
         runs = _run(runner, model, inputs)
         reacher = Reacher(runner, model, parts, runs.near)

@@ -14,11 +14,12 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.array import as_mesh
 from unidist.errors import LayoutError
 from unidist.keras import driver as drivers
-from unidist.keras import seeds
+from unidist.keras import recomputing, seeds
 from unidist.keras.patching.compat import is_float_dtype, tree
 from unidist.keras.planning import samples
 from unidist.keras.planning.facts import ended, read
 from unidist.keras.planning.valueless import let_go
+from unidist.keras.recomputing import Remat
 from unidist.keras.records.layer_report import in_words
 from unidist.keras.strategies.layout_maps import as_layout_map
 from unidist.keras.strategies.options import (
@@ -57,6 +58,7 @@ def plan(
     shard_axis: str | Axes | None = None,
     offload: Offload = "none",
     experts: Experts = "all",
+    remat: Remat = "none",
 ) -> Plan:
     """Plans a model's layouts on a mesh, with reasons, bytes and the traffic of a step.
 
@@ -78,6 +80,7 @@ def plan(
             same.
         context_axis, expert_axis, attention: see ModelParallel. On JAX the sums of gradients are counted, not what
             attention reads of other devices' places.
+        remat: see DataParallel. Beside what is kept, one layer is counted that is computed again.
         experts: see DataParallel. How many rows "dispatch" sends depends on what gates choose: counted are those of
             gates that choose each kernel as often.
         offload: see DataParallel.
@@ -104,7 +107,8 @@ def plan(
     rows = batch if batch is not None else 8 * _places(grid, data)
     cutting |= {**shards(zero, shard_axis), "uneven": takes_uneven(), "sequence_parallel": sequence_parallel}
     cutting |= offloads(offload) | dispatches(experts)
-    strategy = Strategy(grid, data, **cutting)
+    recomputing.check(remat)
+    strategy = Strategy(grid, data, **cutting, remat=remat)
     rehearse = _rehearsal(model, inputs, strategy, rows, sequence)
     return _made(model, strategy, axes, rules, inputs, rows, sequence, rehearse)
 
@@ -129,7 +133,9 @@ def _made(
     follow = functools.partial(to_follow, mesh=mesh, axes=axes) if rules is None else ended
     with log.while_long(f"planning model {model.name!r}"), seeds.untouched(), _one_thread():
         weighs = strategy.experts == "dispatch" and keras.config.backend() == "torch" and rehearse is not None
-        facts = read(model, _places(mesh, axes), inputs, follow, keeps=rehearse is not None, weighs=weighs)
+        keeps = rehearse is not None
+        again = recomputing.chosen(model, strategy.remat) if keeps else ()
+        facts = read(model, _places(mesh, axes), inputs, follow, keeps=keeps, weighs=weighs, again=again)
         how = rehearse or (lambda *asked: "layouts alone were asked for")
         lengths = _lengths(model, inputs, strategy, sequence) if rehearse is not None else frozenset()
         made = make_plan(facts, strategy, axes, rules, batch=batch, sequence=sequence, rehearse=how, lengths=lengths)
@@ -144,7 +150,8 @@ def _rehearsal(model: Any, inputs: Any, strategy: Strategy, batch: int, sequence
             return f"no driver trains with Keras on {keras.config.backend()}"
         sample = samples.sample(model, inputs, samples.ROWS, sequence)
         try:
-            return driver.rehearse(model, layouts, strategy, sample, batch, shared, chosen)
+            with recomputing.marking(recomputing.chosen(model, strategy.remat)):
+                return driver.rehearse(model, layouts, strategy, sample, batch, shared, chosen)
         except Exception as error:
             # Whatever a model may raise that asks tensors for values, which a rehearsal has not.
             return f"the model cannot be called without values ({type(error).__name__}: {in_words(error)})"

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from unidist.keras.patching.compat import global_state, is_float_dtype
+from unidist.keras.patching.compat import global_state, is_float_dtype, is_tensor, tree
 from unidist.keras.planning.activations import Seen, SeenTensor, as_in_a_step
 
 
@@ -52,6 +52,22 @@ class Saved(Seen):
                 yield
         finally:
             as_in_a_step.reset(token)
+
+    def add(self, values: Any) -> None:
+        for x in filter(is_tensor, tree.flatten(values)):
+            self._keep(x, self._behind(x))
+
+    @contextlib.contextmanager
+    def computed_again(self, given: Any) -> Iterator[None]:
+        known = set(self._memory)
+        with super().computed_again(given):
+            known |= set(self._memory)
+            yield
+
+    def _forget(self, known: set[int]) -> None:
+        for key, (_, variable) in list(self._memory.items()):
+            if variable is None and key not in known:
+                del self._memory[key]
 
     def weight(self, x: Any, variable: Any) -> Any:
         """A variable's value, as the run reads it."""
@@ -158,6 +174,8 @@ class Saved(Seen):
 
     def again(self, one: SeenTensor, candidate: Callable[[int | None], int | None]) -> None:
         """Notes a tensor as one that was kept before, of a layer with other candidates."""
+        if one.again:  # of several that are alike one is enough
+            return
         behind, source = None if one.behind is None else candidate(one.behind), candidate(one.source)
         if one.goes_along and source is not None:
             behind = self._behind_last(one.shape)

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 from keras import distribution as keras_distribution
 
+from unidist.keras import recomputing
 from unidist.keras.graphs import Graph, Record
 from unidist.keras.layer_facts import keeps_numbers, stack_of
 from unidist.keras.patching.compat import is_float_dtype, is_tensor, jax_utils, set_keras_mask, tree
@@ -80,8 +81,8 @@ class Trace:
 class Runner:
     """Runs a model or layers of it, with their candidates' calls replaced while `installed`."""
 
-    def __init__(self, candidates: list[Candidate], others: list[Any]) -> None:
-        """`others`: the model's layers that are no candidates.
+    def __init__(self, candidates: list[Candidate], others: list[Any], again: list[Any]) -> None:
+        """`others`: the model's layers that are no candidates. `again`: those that backward computes again.
 
         `of_stacks` is given a layer with a stack, what it took and what it gave; the run goes on with what it returns.
         """
@@ -89,7 +90,7 @@ class Runner:
         self.index = {id(found.layer): k for k, found in enumerate(candidates)}
         self.composites = [layer for layer in others if any(id(one) in self.index for one in within(layer))]
         self.keeping = [layer for layer in others if keeps_numbers(layer)]
-        self.others = others
+        self.others, self.again = others, again
         self.stacks = [layer for layer in others if stack_of(layer)]
         self.captured: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.read_elsewhere: set[int] = set()
@@ -124,6 +125,8 @@ class Runner:
             inside += [(layer, self._keeping, layer) for layer in self.keeping]
             inside += [(layer, self._looking_on, layer) for layer in self.others]
             inside += [(layer, self._stacked, layer) for layer in self.stacks]
+            inside += [(layer, self._computed_again, layer) for layer in self.again]
+            stack.enter_context(recomputing.marking(self.again, None))
             for layer, function, subject in inside:
                 link = functools.partial(functools.partial, function, subject)
                 stack.callback(around(layer, Stage.PLANNED, link))
@@ -231,6 +234,11 @@ class Runner:
         if seen.calls == before:
             seen.add((args, kwargs, given))
         return given
+
+    def _computed_again(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
+        seen = self._trace.seen
+        with contextlib.nullcontext() if seen is None else seen.computed_again((args, kwargs)):
+            return rest(*args, **kwargs)
 
     def _stacked(self, layer: Any, rest: Call, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self._trace.stacked.setdefault(id(layer), []).append(tuple(inputs.shape))

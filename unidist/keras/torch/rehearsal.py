@@ -26,6 +26,7 @@ from unidist.keras.layer_facts import is_container, operations_of
 from unidist.keras.patching.compat import is_float_dtype, to_torch_dtype, torch_random, tree
 from unidist.keras.patching.layer_calls import bare
 from unidist.keras.planning.saved_tensors import without_values
+from unidist.keras.recomputing import computes_all_again
 from unidist.keras.torch import borders, carrying, features
 from unidist.keras.torch.context import entered
 from unidist.keras.torch.cutting import rows_of
@@ -154,7 +155,9 @@ def rehearse(
             features.space_over(frame, strategy.context_axes).masks = kept.masks
         with entered(frame), carrying.step(frame, given) if world.cuts_rows else contextlib.nullcontext(given) as own:
             _step(model, own, strategy.context_axes, kept)
-    return Rehearsed(Ledger(backend.sent), None if kept is None else kept.bytes)
+    # What is kept where backward computes again is no tensor that autograd saves.
+    is_seen = kept is not None and not any(map(computes_all_again, model._flatten_layers()))
+    return Rehearsed(Ledger(backend.sent), kept.bytes if kept is not None and is_seen else None)
 
 
 def _step(model: Any, given: Any, cutting: Axes, kept: Kept | None) -> None:
