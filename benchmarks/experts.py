@@ -1,8 +1,9 @@
 """What dispatch saves: a block of experts of keras_hub, on one device, by plain Keras and with experts="dispatch".
 
 Plain Keras computes each of 8 experts for each token, of which 2 have a weight: 2 / 8 of the work is needed. The two
-take turns in one process and one thread; outputs are compared at the end, so that nothing fast is wrong.
+take turns in one process, on torch in one thread; outputs are compared at the end, so that nothing fast is wrong.
 
+    KERAS_BACKEND=jax python benchmarks/experts.py
     KERAS_BACKEND=torch python benchmarks/experts.py --tokens 1024 --width 256 --hidden 1024
 """
 
@@ -24,11 +25,13 @@ def main() -> None:
     unidist.use("sim", devices=1)
     import keras
     import numpy as np
-    import torch
     from keras_hub.src.models.mixtral.mixtral_decoder import MixtralSparseMoeBlock
     from paired import report, seconds
 
-    torch.set_num_threads(1)
+    if keras.config.backend() == "torch":
+        import torch
+
+        torch.set_num_threads(1)
     x = np.random.default_rng(0).normal(size=(8, given.tokens // 8, given.width)).astype("float32")
 
     def made() -> Any:

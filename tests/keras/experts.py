@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -97,3 +100,26 @@ def trained(sizes: dict[str, int] | None, zero: int = 0, experts: str = "all", a
 
 def dispatched() -> None:
     unidist.DataParallel(experts="dispatch")
+
+
+def dying(at: int) -> None:
+    """The last process is killed as rows are sent to experts, in the so-manieth such exchange of a second step."""
+    from unidist import session
+    from unidist.keras.torch.layers.sending import Sending
+
+    fresh()
+    x = np.random.default_rng(5).integers(1, WORDS, (BATCH, LENGTH))
+    with unidist.ModelParallel(unidist.Mesh({"expert": session.process_count()}), experts="dispatch").scope():
+        model = net()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.train_on_batch(x, x)
+    sent, own = [], Sending._sent
+
+    def exchange(sending: Sending, *rows: Any) -> Any:
+        sent.append(rows)
+        if len(sent) == at and session.process_index() == session.process_count() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(sending, *rows)
+
+    with mock.patch.object(Sending, "_sent", exchange):
+        model.train_on_batch(x, x)

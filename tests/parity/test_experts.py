@@ -64,6 +64,16 @@ def test_devices_whose_experts_nobody_chooses(setting: str, alone: Alone, worlds
         assert "which are sent to its device" in found["_why"]
 
 
+@pytest.mark.parametrize("setting", ["torch-2", "horovod-2"])
+def test_a_device_that_dies_as_rows_are_sent_is_told(setting: str) -> None:
+    """In an exchange of uneven parts, where the others wait for rows of a number that they know already."""
+    with SETTINGS[setting].world() as world:
+        found = world.outcomes("tests.keras.experts:dying", 2)
+    kinds = [found[k].failure.kind for k in (0, 1)]
+    assert kinds == ["ProcessLostError", "ended"]
+    assert "all_to_all" in str(found[0].failure)
+
+
 def test_tensorflow_refuses_to_dispatch(worlds: Worlds) -> None:
     with pytest.raises(Exception, match=r"CapabilityError: experts='dispatch': with Keras on 'tensorflow'"):
         worlds.get("sim-tensorflow").call("tests.keras.experts:dispatched")

@@ -183,6 +183,18 @@ def test_a_trained_model_generates() -> None:
         assert unidist.describe(model).sharded
 
 
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"data": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["gpt2", "llama gqa", "gemma mqa", "gemma3"])
+def test_a_model_that_contexts_trained_generates(kind: str, sizes: dict[str, int]) -> None:
+    wanted, _ = tasks.generate(kind, fitted=True)
+    with unidist.ledger() as traffic:
+        found, model = tasks.generate(kind, unidist.ModelParallel(zoo.mesh(sizes)), fitted=True)
+    np.testing.assert_array_equal(found, wanted)
+    assert "weights on parts of the sequence" in {e.purpose for e in traffic.events}
+    again = model.generate(tasks.prompt(kind), stop_token_ids=None)["token_ids"]
+    np.testing.assert_array_equal(again, wanted)
+
+
 def test_an_encoder_and_a_decoder_generate() -> None:
     with unidist.ledger() as traffic:
         found = tasks.translate(zoo.strategy("bart", 4))
