@@ -103,6 +103,22 @@ def test_what_has_no_rows_counts_once() -> None:
     assert bytes_of(model, {"data": 2}) == (8 + 8 * 8) * FLOAT
 
 
+def test_a_weight_that_is_gathered_for_a_call_counts_while_it_is_kept() -> None:
+    import keras
+
+    class Own(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.kernel = self.add_weight((64, 64))
+
+        def call(self, x: Any) -> Any:
+            return x @ self.kernel
+
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64), Own()])
+    rows = 16 * (32 + 64) * FLOAT
+    assert bytes_of(model, {"data": 1}) == rows
+    assert bytes_of(model, {"model": 2}) == rows + 64 * 64 * FLOAT
+
+
 def test_steps_that_come_with_the_sequence_are_counted_at_its_length() -> None:
     import keras
 
