@@ -29,7 +29,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.hiding import FROM_PROGRAMS, HIDDEN  # noqa: E402
 from tests.support.hosts import why_not  # noqa: E402
-from tests.surviving.cells import BACKENDS, PLACES, WORLDS, Cell, Outcome, cells, run, sample, undisturbed  # noqa: E402
+from tests.surviving.cells import Outcome, run, undisturbed  # noqa: E402
+from tests.surviving.table import BACKENDS, PLACES, WORLDS, Cell, cells, sample  # noqa: E402
 from unidist.tables import table  # noqa: E402
 
 

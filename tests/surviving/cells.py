@@ -1,43 +1,36 @@
-"""The table of faults: what may happen, where, on what; and one cell of it, run and looked at."""
+"""One cell of the table of faults (table.py), run and looked at."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 
+from tests import preloaded
 from tests.launch.runs import alive, environment
 from tests.support.hiding import path_with
 from tests.support.hosts import Hosts
+from tests.surviving.table import BACK, GONE, LOSES_A_NODE, Cell
+from tests.visible import OF_KERAS
 from unidist.flight.reading import read_all
 from unidist.launch.request import free_port
+from unidist.testing.processes import ProcessWorld
 
 PROGRAM = Path(__file__).with_name("program.py")
-BACKENDS = ("torch", "jax", "tensorflow", "horovod")
-WORLDS = ("2", "2x2", "two hosts")
-# "exit 0": as a program that takes itself for done.
-ENDS = ("SIGKILL", "SIGSTOP", "SIGTERM", "launcher SIGTERM", "launcher SIGKILL", "exit 0")
-RAISED = ("exception", "MemoryError")
-PLACES = ("joining", "first step", "forward", "between steps", "evaluating", "saving", "loading", "last step")
-# The launcher of a node is killed: the others go on without it, and with it when it comes back.
-GONE, BACK = LOSES_A_NODE = "node gone", "node back"
-# Where each rank draws its own numbers, fewer ranks draw others: trainings that go on with fewer have no dropout there.
-DRAWS_APART = ("torch", "tensorflow", "horovod")
 # Seconds: what processes wait for each other, and what a cell may take.
-TIMEOUT, LIMIT = 8.0, 120.0
+TIMEOUT, LIMIT = 8.0, 200.0
 STEPS, EPOCHS = 32, 4
 # Seconds that a slow link adds, one way.
 SLOW = 0.2
@@ -55,28 +48,6 @@ MESSAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """Something that happens to a run."""
-
-    fault: str
-    place: str
-    backend: str
-    world: str
-    rank: int = 1
-    asynchronous: bool = False
-    in_memory: bool = False
-    dropout: bool = True
-
-    def __str__(self) -> str:
-        where = f"{self.world}{' in memory' if self.in_memory else ''}"
-        return f"{self.backend}, {where}: {self.fault} of rank {self.rank} in {self.place}"
-
-    @property
-    def processes(self) -> int:
-        return 4 if self.world == "2x2" and self.backend in ("torch", "horovod") else 2
-
-
 @dataclass
 class Outcome:
     """What became of a cell: what is wrong, or nothing; and seconds.
@@ -90,63 +61,6 @@ class Outcome:
     seconds: float = 0.0
     noticed: float | None = None
     lines: list[str] = field(default_factory=list)
-
-
-def cells() -> Iterator[Cell]:
-    """The whole table."""
-    for backend, world in product(BACKENDS, WORLDS):
-        for fault, place in pairs():
-            if (fault, place) == ("exception", "forward") or (backend == "horovod" and world == "2x2"):
-                continue
-            yield Cell(fault, place, backend, world)
-        if world == "two hosts":
-            yield Cell("link cut", "between steps", backend, world)
-            yield Cell("link slow", "between steps", backend, world)
-            for place in ("first step", "forward", "between steps", "evaluating", "saving", "last step"):
-                yield Cell(GONE, place, backend, world, dropout=backend not in DRAWS_APART)
-            yield Cell(BACK, "between steps", backend, world, dropout=backend not in DRAWS_APART)
-        if world != "2x2":
-            yield from in_memory(backend, world)
-
-
-def in_memory(backend: str, world: str) -> Iterator[Cell]:
-    """Trainings that go on from their nodes' memory: on two hosts from that of the other one, where one is lost."""
-    faults = ("SIGKILL", "exception", *(("launcher SIGKILL",) if world == "two hosts" else ()))
-    for fault, place in product(faults, ("forward", "between steps", "evaluating", "copying", "loading")):
-        if (fault, place) != ("exception", "forward"):
-            yield Cell(fault, place, backend, world, in_memory=True)
-
-
-def pairs() -> Iterator[tuple[str, str]]:
-    """(fault, place): an exception in a thread beside the step is none of the step."""
-    yield from product(ENDS, PLACES)
-    yield from ((fault, place) for fault, place in product(RAISED, PLACES) if place != "forward")
-    yield from (("exception", "data"), ("loop", "between steps"), ("loop", "evaluating"), ("disk full", "saving"))
-
-
-def sample(
-    count: int, seed: int, worlds: Sequence[str] = ("2", "two hosts"), without: Sequence[str] = ()
-) -> list[Cell]:
-    """So many cells, such that backends, faults and places come as evenly as may be. `without`: faults left out."""
-    rng = random.Random(seed)
-    left = [cell for cell in cells() if cell.world in worlds and cell.fault not in without]
-    rng.shuffle(left)
-    chosen: list[Cell] = []
-    while len(chosen) < count:
-
-        def told(cell: Cell) -> int:
-            return sum(
-                (one.backend == cell.backend) + 2 * (one.fault == cell.fault) + (one.place == cell.place)
-                for one in chosen
-            )
-
-        best = min(left, key=told)
-        left.remove(best)
-        chosen.append(best)
-    return chosen
-
-
-# one cell -------------------------------------------------------------------------------------------------------------
 
 
 def run(cell: Cell, folder: Path) -> Outcome:
@@ -166,15 +80,33 @@ def run(cell: Cell, folder: Path) -> Outcome:
 
 @cache
 def undisturbed(backend: str, world: str, dropout: bool = True) -> tuple[np.ndarray, list[str]]:
-    """(weights, batches in their order) of a run to which nothing happened. Two hosts compute what one does."""
+    """(weights, batches in their order) of a run to which nothing happened. Two hosts compute what one does.
+
+    Without a launcher: its processes find Keras imported.
+    """
     if world == "two hosts":
         return undisturbed(backend, "2", dropout)
+    cell = Cell("none", "nowhere", backend, world, dropout=dropout)
+    keras = "torch" if backend == "horovod" else backend
+    own: dict[str, str | None] = {name: OF_KERAS[keras].get(name) for name in ("KERAS_BACKEND", "PYTHONPATH")}
+    env = {name: value for name, value in own.items() if value} | {"UNIDIST_BACKEND": backend, **_told(cell, 0)}
+    if cell.devices:
+        env |= {"UNIDIST_CPU_DEVICES": str(cell.devices), "JAX_NUM_CPU_DEVICES": str(cell.devices)}
     with tempfile.TemporaryDirectory() as name:
-        folder, outcome = Path(name), Outcome()
-        _run(Cell("none", "nowhere", backend, world, dropout=dropout), folder, outcome, None)
-        if not (folder / "weights.npy").exists():
-            raise AssertionError("\n".join(outcome.lines))
-        return np.load(folder / "weights.npy"), (folder / "given-0-0").read_text().split()
+        launcher = "jax" if backend == "jax" else "torchrun"
+        with ProcessWorld(cell.processes, launcher=launcher, env=env, preload=preloaded.KERAS[keras]) as processes:
+            processes.call(run_program, name)
+        return np.load(Path(name) / "weights.npy"), (Path(name) / "given-0-0").read_text().split()
+
+
+def run_program(folder: str) -> None:
+    sys.argv = [str(PROGRAM), folder]
+    runpy.run_path(str(PROGRAM), run_name="__main__")
+
+
+def _told(cell: Cell, started: int) -> dict[str, str]:
+    """The variables that say to the program what happens to it."""
+    return {"FAULT": json.dumps(asdict(cell)), "STARTED": str(started), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def _run(cell: Cell, folder: Path, outcome: Outcome, hosts: Hosts | None) -> None:
@@ -236,21 +168,19 @@ def _watch(
 def _launch(
     cell: Cell, folder: Path, started: int, node: int, nodes: int, hosts: Hosts | None, port: int
 ) -> subprocess.Popen[bytes]:
-    # Where nothing happens nothing is started again: no server has to import everything beside the processes.
-    restarts = "0" if cell.fault == "none" else "3"
-    options = ["--backend", cell.backend, "--max-restarts", restarts, "--timeout", str(TIMEOUT), "--grace", "20"]
+    options = ["--backend", cell.backend, "--max-restarts", "3", "--timeout", str(TIMEOUT), "--grace", "20"]
     options += ["--log-dir", str(folder / f"log-{started}")]
     options += ["-n", str(cell.processes // nodes)]
-    if cell.world == "2x2" and cell.processes == 2:
-        options += ["--devices-per-process", "2"]
+    if cell.devices:
+        options += ["--devices-per-process", str(cell.devices)]
     prefix: Sequence[str] = ()
     if hosts is not None:
         prefix = hosts.prefix(node)
         options += ["--min-processes", "1"] if cell.fault in LOSES_A_NODE else []
         options += ["--nodes", str(nodes), "--node-rank", str(node), "--address", f"{hosts.address(0)}:{port}"]
     hiding = path_with("tensorflow") if cell.backend == "tensorflow" else os.environ.get("PYTHONPATH", "")
-    told = {"FAULT": json.dumps(asdict(cell)), "STARTED": str(started), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    env = {**environment(), **told, "PYTHONPATH": os.pathsep.join(filter(None, (hiding, environment()["PYTHONPATH"])))}
+    path = os.pathsep.join(filter(None, (hiding, environment()["PYTHONPATH"])))
+    env = {**environment(), **_told(cell, started), "PYTHONPATH": path}
     with (folder / f"out-{started}-{node}").open("ab") as out, (folder / f"err-{started}-{node}").open("ab") as err:
         return subprocess.Popen(
             [*prefix, sys.executable, "-P", "-m", "unidist", "run", *options, str(PROGRAM), str(folder)],

@@ -9,9 +9,10 @@ import pytest
 
 from tests.support import sampling
 from tests.support.hosts import why_not
-from tests.surviving.cells import Cell, in_memory, run, sample
+from tests.surviving.cells import run
+from tests.surviving.table import Cell, in_memory, sample
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 # One a backend: each is a run from nothing, a restart and its reference. `ci/faults.py` runs the whole table.
 COUNT = 4
 # tests/launch/test_run.py has it. The usual draw stays, for ci/covered.toml names two of its cells.
