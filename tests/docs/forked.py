@@ -1,6 +1,6 @@
-"""Running programs of the documents in processes that have Keras imported: each in one of its own, forked.
+"""Running programs of the documents in processes that have Keras imported: forked ones, of each program its own.
 
-In which order a program imports Keras and unidist is seen where it is run fresh: README's, and all commands.
+In which order a program imports Keras and unidist is seen where it is run fresh: README's, and the first page's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,28 @@ def run_forked(text: str, folder: Path, keras: str = "torch", arguments: tuple[s
     """What the program prints that is run in the folder, by Keras on this backend."""
     (folder / "example.py").write_text(text)
     with ProcessWorld(1, launcher=None, env=OF_KERAS[keras], preload=preloaded.KERAS[keras]) as world:
-        printed: str = world.call(as_a_program, str(folder), arguments)[0]
+        printed: str = world.call(as_a_program, str(folder), "example.py", arguments)[0]
     return printed
 
 
-def as_a_program(folder: str, arguments: tuple[str, ...]) -> str:
+def run_together(name: str, folder: Path, count: int) -> str:
+    """What a program of the folder prints on torch in so many processes, each line with its rank.
+
+    One that ends without a word prints nothing.
+    """
+    lines: list[str] = []
+    with ProcessWorld(count, env=OF_KERAS["torch"], preload=preloaded.KERAS["torch"]) as world:
+        for rank, outcome in sorted(world.outcomes(as_a_program, str(folder), name, ()).items()):
+            if outcome.failure is not None and outcome.failure.kind != "ended":
+                raise outcome.failure
+            lines += [f"[{rank}] {line}\n" for line in (outcome.value or "").splitlines()]
+    return "".join(lines)
+
+
+def as_a_program(folder: str, name: str, arguments: tuple[str, ...]) -> str:
     os.chdir(folder)
-    sys.argv = ["example.py", *arguments]
+    sys.argv = [name, *arguments]
     printed = io.StringIO()
     with redirect_stdout(printed):
-        runpy.run_path("example.py", run_name="__main__")
+        runpy.run_path(name, run_name="__main__")
     return printed.getvalue()

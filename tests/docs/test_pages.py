@@ -1,17 +1,19 @@
 """The examples of the pages run as they stand, and print what the pages show.
 
-A program without a name, and one that `python` starts, runs in a process that is forked with Keras imported. Files with
-names are written into one folder, and the page's other commands run there as a reader would run them.
+Programs run in processes that are forked with Keras imported: those that `python` starts, and those of `unidist run`,
+but for the first page's. Files with names are written into one folder, and the page's other commands run there as a
+reader would run them.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.docs.documents import ROOT, Block, assert_printed, blocks, pages, run, write_files
-from tests.docs.forked import run_forked
+from tests.docs.forked import run_forked, run_together
 
 pytestmark = pytest.mark.processes
 
@@ -22,6 +24,8 @@ PAGES = [page for page in pages() if page not in ELSEWHERE]
 ALSO_ON_JAX = ("docs/training.md", "docs/steps.md")
 # Started by test_watching_page.py.
 DOCTOR = "unidist doctor -n 2"
+# Its command is given to the launcher itself; tests/launch has much more of that.
+FIRST = "docs/guide/five-minutes.md"
 
 
 def _programs(*documents: str) -> list[tuple[str, Block]]:
@@ -53,7 +57,13 @@ def test_a_command_runs(page: str, block: Block, tmp_path: Path) -> None:
     write_files(page, tmp_path)
     for command in block.text.strip().splitlines():
         program = tmp_path / command.removeprefix("python ")
-        printed = run_forked(program.read_text(), tmp_path) if program.exists() else run(command, tmp_path)
+        together = re.fullmatch(r"unidist run -n (\d+) (\w+\.py)", command)
+        if program.exists():
+            printed = run_forked(program.read_text(), tmp_path)
+        elif together and page != FIRST:
+            printed = run_together(together[2], tmp_path, int(together[1]))
+        else:
+            printed = run(command, tmp_path)
     assert_printed(block, printed)
 
 
