@@ -52,7 +52,7 @@ class Setting:
             env=env,
             setup=start,
             setup_args=(self.backend, self.devices),
-            timeout=120.0,
+            timeout=240.0,
             preload=self.preload or preloaded.KERAS[self.keras],
             debugger=True,
         )

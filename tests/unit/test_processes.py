@@ -112,7 +112,7 @@ def test_a_hanging_call_is_ended_after_the_timeout() -> None:
         pids, began = world.pids, time.monotonic()
         with pytest.raises(ProcessFailedError, match=r"(?s)did not answer in time.*in hang"):
             world.call(hang)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         assert not any(alive(pid) for pid in pids)
 
 

@@ -49,6 +49,6 @@ def test_a_process_that_stands_still_is_waited_for_no_longer_than_the_timeout(en
     with world(2) as two:
         (text, seconds, (kind, at_once)), _ = two.call(LOST, "still", 1, entrance, timeout, str(tmp_path))
     assert "nothing came for 1 s" in text
-    assert timeout <= seconds < 3 * timeout
+    assert timeout <= seconds < 20  # of the 300 that a process waits where nobody says
     assert kind == "ProcessLostError"
     assert at_once < timeout

@@ -54,9 +54,9 @@ def with_tensorflow():
 
 
 @pytest.mark.processes
-def test_tf_data_in_two_processes(with_tensorflow):
-    for name in OF_TENSORFLOW:
-        with_tensorflow.call(cases.source, name)
+@pytest.mark.parametrize("name", OF_TENSORFLOW)
+def test_tf_data_in_two_processes(name, with_tensorflow):
+    with_tensorflow.call(cases.source, name)
 
 
 @pytest.mark.processes

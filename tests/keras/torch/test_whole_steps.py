@@ -11,7 +11,8 @@ from tests import preloaded
 from tests.keras.torch import whole
 from unidist.testing.processes import ProcessFailedError, ProcessWorld
 
-pytestmark = pytest.mark.processes
+# Compilers take long on a busy machine.
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 def _world(processes: int, setup: Callable[[], None] = whole.start_without_compiling) -> ProcessWorld:
