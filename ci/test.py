@@ -3,10 +3,10 @@
 
 Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
 Its Python is the system's, if that is of the same version and the one that runs this was not optimized when it was
-built. Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then ruff,
-import-linter and mypy; ci/fresh.py, where it is due; a sample of Keras's own tests (ci/keras_own.py); then every test
-in one pytest run of two workers: tests/unit, then the longest files first (ci/timing.py). Ends at the first failure of
-a check, or at the twentieth of a test.
+built. Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then, at
+once, ruff, import-linter, mypy and, where it is due, ci/fresh.py; a sample of Keras's own tests (ci/keras_own.py); then
+every test in one pytest run of two workers: tests/unit, then the longest files first (ci/timing.py). Ends where a check
+has failed, or at the twentieth failure of a test.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
@@ -38,7 +38,7 @@ import time
 import tomllib
 import venv
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +80,14 @@ def main(arguments: list[str]) -> int:
         print(python)
         return 0
     if not arguments or arguments in (["--checks"], ["--measure"], ["--all"]):
-        for check in CHECKS:
-            # What mypy read of torch and JAX is kept with the environment: from nothing it takes half a minute.
-            if code := run(
-                python.parent / check[0], *check[1:], env={"MYPY_CACHE_DIR": str(python.parents[1] / "mypy")}
-            ):
-                return code
+        fresh = [(sys.executable, str(FRESH), "--if-due")] if arguments in ([], ["--all"]) else []
+        # What mypy read of torch and JAX is kept with the environment: from nothing it takes half a minute.
+        kept = {"MYPY_CACHE_DIR": str(python.parents[1] / "mypy")}
+        checks = [(str(python.parent / name), *words) for name, *words in CHECKS]
+        if code := run_together([*checks, *fresh], env=kept):
+            return code
     if arguments == ["--checks"]:
         return 0
-    if arguments in ([], ["--all"]) and (code := run(sys.executable, FRESH, "--if-due")):
-        return code
     if arguments[:1] == ["--changed"]:
         found = subprocess.run(
             [sys.executable, CHANGED, *arguments[1:2]], stdout=subprocess.PIPE, text=True, check=True
@@ -292,6 +290,23 @@ def run(*command: str | Path, env: Mapping[str, str] | None = None) -> int:
     """Runs a command in the checkout, with this checkout's package and without the caller's Python settings."""
     say(" ".join(str(part) for part in command))
     return subprocess.run(command, cwd=ROOT, env={**surroundings(Path(command[0]), ROOT), **(env or {})}).returncode
+
+
+def run_together(commands: Sequence[Sequence[str]], env: Mapping[str, str]) -> int:
+    """Runs commands at once, each of which uses one core; shows what each said when it and all before it have ended."""
+    running = []
+    for command in commands:
+        own = {**surroundings(Path(command[0]), ROOT), **env}
+        running.append(
+            subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    codes = []
+    for command, process in zip(commands, running, strict=True):
+        shown, _ = process.communicate()
+        say(" ".join(command))
+        print(shown, end="", flush=True)
+        codes.append(process.returncode)
+    return next((code for code in codes if code), 0)
 
 
 def surroundings(program: Path, checkout: Path) -> dict[str, str]:
