@@ -56,7 +56,8 @@ WHOLE = (
 )
 # Of what runs elsewhere this share, with --all too: each test costs two processes, or programs that are compiled.
 SAMPLED = {"torch-data": 0.05, "torch-model": 0.05, "jax-data": 0.05, "tensorflow-data": 0.05}
-SHARE, CHUNK, WORKERS, SECONDS = 0.01, 12, 2, 120
+# A sample is of a share of the files, of which all tests are collected, and of a share of the tests of these.
+OF_FILES, SHARE, CHUNK, WORKERS, SECONDS = 0.3, 0.03, 12, 2, 120
 MOST_LIMITS = 0.01
 
 
@@ -153,6 +154,8 @@ def main(arguments: list[str]) -> int:
         # A sample is one process: most of its time would go into starting.
         size = round(CHUNK / share) if is_whole else len(files)
         chosen = one.files(files)
+        if not is_whole and share < 1.0:
+            chosen = [file for file in chosen if _is_drawn(f"{asked.seed}/{one.name}/{file}", OF_FILES)]
         chunks = [chosen[start : start + size] for start in range(0, len(chosen), max(size, 1))]
         jobs += [(python, one, chunk, f"{asked.seed}/{share}") for chunk in chunks]
     with ThreadPoolExecutor(WORKERS) as workers:
@@ -180,7 +183,11 @@ def name_of(nodeid: str) -> str:
 
 def is_in_sample(nodeid: str, under: str) -> bool:
     seed, _, share = os.environ["KERAS_OWN_SAMPLE"].partition("/")
-    return zlib.crc32(f"{seed}/{under}/{name_of(nodeid)}".encode()) < float(share) * 2**32
+    return _is_drawn(f"{seed}/{under}/{name_of(nodeid)}", float(share))
+
+
+def _is_drawn(name: str, share: float) -> bool:
+    return zlib.crc32(name.encode()) < share * 2**32
 
 
 def _python(keras: str) -> Path:
