@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 EVERY = ("sim", "torch", "jax", "tensorflow", "horovod")
 # The command of docs/guide/numbers.md runs on sim, torch and jax (tests/docs/test_pages.py).
-NAMES = unless_all(("sim", "tensorflow", "horovod"), EVERY)
+NAMES = unless_all(("horovod", "tensorflow"), EVERY)
 
 TRAIN = """
 import keras

@@ -10,18 +10,20 @@ import pytest
 from tests.parity.compare import assert_same_logs, assert_same_values
 from tests.parity.train import Spec
 from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_2, Alone, Worlds
-from tests.support.sampling import pairwise
+from tests.support.sampling import each_value
 
 pytestmark = pytest.mark.processes
 
 _CASES = ("mlp_ragged_adam", "mlp_clipped", "tagger")
-_IN_ONE = [
-    ("sim-torch", replace(spec, zero=zero), case) for spec in (DATA_4, GRID) for zero in (0, 1, 3) for case in _CASES
+_EVERY = [
+    (setting, replace(spec, zero=zero), case)
+    for setting, spec in (("torch-2", DATA_2), ("torch-4", GRID), ("sim-torch", DATA_4), ("sim-torch", GRID))
+    for zero in (0, 1, 3)
+    for case in _CASES
 ]
 _TRAININGS = [
-    *(("torch-2", replace(DATA_2, zero=zero), case) for zero in (0, 1, 3) for case in _CASES),
-    *pairwise([("torch-4", replace(GRID, zero=zero), case) for zero in (0, 3) for case in _CASES]),
-    *pairwise(_IN_ONE),
+    # Each mesh at each stage, and each setting with each case.
+    *each_value(_EVERY, lambda row: (row[:2], row[::2])),
     ("torch-2", MODEL_2, "tagger"),
     ("horovod-2", replace(DATA_2, zero=1), "mlp_clipped"),
 ]
