@@ -20,7 +20,7 @@ from unidist.launch.nodes import Finish, Go, Member, Next, Report
 from unidist.launch.request import LaunchError, Request, free_port
 
 # Seconds: what a busy machine may take for what comes at once, and what a test waits for.
-PATIENT, SOON = 20.0, 2.0
+PATIENT, SOON = 8.0, 2.0
 TERMS = Terms(nodes=2, processes=2, backend="torch", timeout=PATIENT, restarts=2)
 WELL = Report(code=0, what="", has_failed=False, is_consequence=False, leaves=False, progress=9)
 KILLED = Report(code=137, what="rank 3 was killed", has_failed=True, is_consequence=False, leaves=False, progress=5)
