@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -21,6 +22,9 @@ from tests.support import covered, sampling
 from tests.support.hiding import FROM_PROGRAMS, HIDDEN
 from unidist.backends.environment import without_launcher
 from unidist.testing import forkserver
+
+if TYPE_CHECKING:
+    from tests.parity.worlds import Alone, Worlds
 
 ROOT = Path(__file__).parent.parent
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
@@ -90,6 +94,26 @@ def what_was_there_before_stays() -> None:
     time at all modules of all tests, and at what files before this one have kept: for half a second and more."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Alone]:
+    """What one device computes."""
+    from tests.parity.worlds import Alone
+
+    found = Alone()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """What many devices compute."""
+    from tests.parity.worlds import Worlds
+
+    found = Worlds()
+    yield found
+    found.close()
 
 
 @pytest.fixture(autouse=True)

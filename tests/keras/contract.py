@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import pytest
 from keras import layers, ops, optimizers
-from keras.src.saving.saving_lib import H5IOStore
 
 import unidist
 from tests.support.runs import Result, fresh, is_first, made_ready, scope, strategy, told
@@ -334,18 +331,6 @@ def measured(kind: str | None, zero: int, name: str) -> Result:
     return _fitted(model, x, (y > 1).astype("float32")[:, None], sample_weight=np.linspace(0, 2, ROWS))
 
 
-def mixed(kind: str | None, zero: int, policy: str) -> Result:
-    """Half precision with loss scaling."""
-    fresh()
-    keras.config.set_dtype_policy(policy)
-    try:
-        with scope(_strategy(kind, zero)):
-            model = _crossed(plain(), optimizers.LossScaleOptimizer(_adam(), initial_scale=2.0**8))
-        return {**_fitted_on_even(model), "dtypes": sorted({str(v.dtype) for v in model.trainable_variables})}
-    finally:
-        keras.config.set_dtype_policy("float32")
-
-
 def toggled(kind: str | None, zero: int) -> Result:
     """A layer frozen between two fits, one from the beginning, and both thawed for a third."""
     fresh()
@@ -474,35 +459,6 @@ def few_pictures(kind: str | None, zero: int) -> Result:
     return _fitted_on_few(model)
 
 
-def called_back(kind: str | None, zero: int, folder: str) -> Result:
-    """Callbacks that write and that decide, twice: the second training starts where a backup of the first is."""
-    fresh()
-    x, y = rows()
-    place = Path(folder)
-    with scope(_strategy(kind, zero)):
-        model = _crossed(plain(), _adam())
-    backup = keras.callbacks.BackupAndRestore(str(place / "backup"), delete_checkpoint=False)
-    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[backup])
-    stopper = keras.callbacks.EarlyStopping(monitor="loss", min_delta=10.0, patience=1, restore_best_weights=True)
-    logger = keras.callbacks.CSVLogger(str(place / "log.csv"))
-    callbacks = [
-        keras.callbacks.BackupAndRestore(str(place / "backup")),
-        logger,
-        keras.callbacks.ModelCheckpoint(str(place / "last.weights.h5"), save_weights_only=True),
-        keras.callbacks.ReduceLROnPlateau(monitor="loss", min_delta=10.0, patience=1),
-        stopper,
-    ]
-    again = model.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=2, callbacks=callbacks)
-    return {
-        "history": again.history,
-        "epochs": again.epoch,
-        "stopped": stopper.stopped_epoch,
-        "log": logger.filename,
-        "shown": stopper.params["verbose"],
-        **told(model),
-    }
-
-
 def boarded(kind: str | None, zero: int, folder: str) -> list[str]:
     """TensorBoard on every process; where this process's callback wrote, as it was put back."""
     fresh()
@@ -512,38 +468,6 @@ def boarded(kind: str | None, zero: int, folder: str) -> list[str]:
     board = keras.callbacks.TensorBoard(folder)
     model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0, callbacks=[board])
     return [board.log_dir]
-
-
-def saved_in_part(folder: str, name: str, values: int, kind: str | None = "dp", zero: int = 3) -> Result:
-    """Process 0 cannot write more than some values; what every process heard, and how training goes on."""
-    fresh()
-    x, y = rows()
-    with scope(_strategy(kind, zero)):
-        model = _crossed(plain(), _adam())
-    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-    heard = ""
-    if kind is not None:
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                if is_first():
-                    patch.setattr(H5IOStore, "__setitem__", _full_after(values, H5IOStore.__setitem__))
-                model.save(Path(folder) / name)
-        except OSError as error:
-            heard = f"{type(error).__name__}: {error}"
-    history = model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
-    return {"history": history, "heard": heard, **told(model)}
-
-
-def _full_after(values: int, original: Any) -> Any:
-    left = [values]
-
-    def set_item(self: Any, key: str, value: Any) -> None:
-        if not left[0]:
-            raise OSError("no space is left")
-        left[0] -= 1
-        original(self, key, value)
-
-    return set_item
 
 
 def streamed(kind: str | None, zero: int, source: str) -> Result:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import keras
@@ -202,92 +201,3 @@ def apart(kind: str | None, zero: int) -> dict[str, float]:
         model.compile("sgd", "mse", metrics=[_between_rows, _between_units])
     history = model.fit(np.ones((8, 12), "float32"), np.ones((8, 12), "float32"), batch_size=8, verbose=0).history
     return {name: history[name][0] for name in ("_between_rows", "_between_units")}
-
-
-def replicas(kind: str, zero: int) -> dict[tuple[str, str], list[str]]:
-    """(path, region) -> a digest of each copy of it on this process's devices, after a training with dropout and
-    batch statistics."""
-    fresh()
-    with scope(contract._strategy(kind, zero)):
-        first, *rest = contract.regularized().layers
-        model = keras.Sequential([first, layers.Dropout(0.5, name="drop"), *rest], name="plain")
-        contract._crossed(model, contract._adam(), metrics=["accuracy"])
-    x, y = rows()
-    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-    found: dict[tuple[str, str], list[str]] = {}
-    for variable in [*model.weights, *model.optimizer.variables]:
-        for region, value in _copies(variable):
-            digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
-            found.setdefault((variable.path, region), []).append(digest)
-    return found
-
-
-def _copies(variable: Any) -> list[tuple[str, Any]]:
-    backend = keras.config.backend()
-    if backend == "jax":
-        return [(str(shard.index), np.asarray(shard.data)) for shard in variable.value.addressable_shards]
-    if backend == "torch":
-        storage = variable._storage
-        pairs = [(storage.shardings.stored.region(rank), shard) for rank, shard in storage.shards.items()]
-        return [(str(region), shard.detach().numpy()) for region, shard in pairs if "seed" not in variable.path]
-    value = variable._value
-    if not hasattr(value, "layout"):
-        return [("", value.numpy())]
-    from tensorflow.experimental import dtensor
-
-    if not value.layout.is_fully_replicated():
-        return []
-    return [("", part.numpy()) for part in dtensor.unpack(value.read_value())]
-
-
-# one rank that overflows ----------------------------------------------------------------------------------------------
-
-
-def overflowed(kind: str | None, zero: int) -> Result:
-    """One row of eight makes the gradient of one kernel overflow, for three steps: its rank's, and no other's."""
-    fresh()
-    x, y = rows(8)
-    x[5, 0] = 1e30
-    with scope(contract._strategy(kind, zero)):
-        # Of zeros, so that the row's outputs are those of any other.
-        first = layers.Dense(16, "tanh", name="a", kernel_initializer="zeros")
-        model = keras.Sequential([layers.Input((12,)), first, *contract.plain().layers[1:]], name="plain")
-        scaled = keras.optimizers.LossScaleOptimizer(contract._adam(), initial_scale=2.0**100)
-        contract._crossed(model, scaled)
-        model.optimizer.build(model.trainable_variables)
-    before = told(model)
-    history = model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0).history
-    return {"history": history, "before": before["weights"], **told(model)}
-
-
-# losses that are added alone ------------------------------------------------------------------------------------------
-
-
-class Squeezed(keras.Model):
-    """Learns from what it adds alone: compiled without a loss, given no targets."""
-
-    def __init__(self) -> None:
-        super().__init__(name="squeezed")
-        self.up = layers.Dense(16, "tanh", name="a")
-        self.down = layers.Dense(12, name="b")
-
-    def build(self, shape: Any) -> None:
-        self.up.build(shape)
-        self.down.build((None, 16))
-        self.built = True
-
-    def call(self, x: Any) -> Any:
-        found = self.down(self.up(x))
-        self.add_loss(keras.ops.mean(keras.ops.square(found - x)))
-        return found
-
-
-def unsupervised(kind: str | None, zero: int) -> Result:
-    fresh()
-    x, _ = rows()
-    with scope(contract._strategy(kind, zero)):
-        model = Squeezed()
-        model.build((None, 12))
-        model.compile(contract._adam())
-    history = model.fit(x, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
-    return {"history": history, **told(model)}

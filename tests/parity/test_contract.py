@@ -3,16 +3,14 @@ and four processes and in the simulator, at every stage of ZeRO. (On JAX: tests/
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parity.worlds import Alone, Worlds
-from tests.support.comparing import same, same_bits, same_in_half_precision
+from tests.support.comparing import same, same_bits
 from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
@@ -164,16 +162,6 @@ def test_metrics(everywhere: Any, where: tuple[str, str, int], name: str) -> Non
     everywhere(where, "measured", name)
 
 
-@pytest.mark.parametrize(("half", "where"), in_turn([("mixed_bfloat16", 8), ("mixed_float16", 11)]), ids=str)
-def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, int], half: tuple[str, int]) -> None:
-    (setting, kind, zero), (policy, bits) = where, half
-    alone = expected("mixed", *ALONE, policy)
-    for found in worlds.get(setting).call(RUN("mixed"), kind, zero, policy):
-        assert set(found["dtypes"]) == {"float32"}
-        same_in_half_precision(found, alone, bits)
-        assert found["sharded"]
-
-
 @pytest.mark.parametrize(("program", "where"), in_turn(["toggled", "few", "several"]), ids=str)
 def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> None:
     everywhere(where, program)
@@ -204,39 +192,6 @@ def test_own_parts_that_end_apart_are_told_over_horovod(worlds: Worlds, how: str
     first, second = worlds.get("horovod-2").call("tests.keras.torch.cases:apart", how)
     assert first[0] == "DesyncError"
     assert second == (("OSError", "the disk of process 1 is gone") if how == "raises" else first)
-
-
-@pytest.mark.parametrize("setting", ["torch-2", "horovod-2"])
-def test_callbacks_write_once_and_decide_alike(setting: str, worlds: Worlds, expected: Any, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    alone = expected("called_back", *ALONE, str(tmp_path / "one"))
-    for process, found in enumerate(worlds.get(setting).call(RUN("called_back"), "dp", 3, str(tmp_path / "two"))):
-        assert found["shown"] == (0 if process else 2)
-        same({**found, "shown": 2}, alone)
-        assert found["epochs"] == alone["epochs"] == [1, 2]
-        assert found["stopped"] == alone["stopped"] > 0
-        assert found["log"] == str(tmp_path / "two" / "log.csv")
-    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]
-    logs = [list(csv.DictReader((tmp_path / n / "log.csv").read_text().splitlines())) for n in ("one", "two")]
-    assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
-
-
-@pytest.mark.parametrize(("name", "values"), [("m.keras", 0), ("m.keras", 3), ("m.h5", 0)])
-def test_a_save_that_fails_is_told_and_training_goes_on(
-    worlds: Worlds, expected: Any, tmp_path: Path, name: str, values: int
-) -> None:
-    """Every process reads all values, which are collectives; the second one must neither hang nor go out of step."""
-    (tmp_path / "file").touch()
-    folder = tmp_path / "file" if name.endswith("h5") else tmp_path
-    alone = expected("saved_in_part", "", name, values, None, 0)
-    first, second = worlds.get("torch-2").call(RUN("saved_in_part"), str(folder), name, values)
-    cause = first["heard"]
-    assert cause.startswith("NotADirectoryError" if name.endswith("h5") else "OSError: no space is left")
-    assert second["heard"] == f"SavingFailedError: process 0 could not save for all: {cause}"
-    for found in (first, second):
-        same({**found, "heard": ""}, alone)
-        assert found["sharded"]
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end"])

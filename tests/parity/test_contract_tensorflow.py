@@ -6,18 +6,16 @@ and of two, at every stage of ZeRO, and over Horovod.
 
 from __future__ import annotations
 
-import csv
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.parity.compare import assert_same_values
 from tests.parity.test_contract import OTHERS, OVERRIDDEN, PROMISES
 from tests.parity.worlds import Alone, Worlds
-from tests.support.comparing import same, same_bits, same_in_half_precision
+from tests.support.comparing import same, same_bits
 from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
@@ -84,18 +82,6 @@ def test_metrics(everywhere: Any, where: tuple[str, str, int], name: str) -> Non
     everywhere(where, "measured", name)
 
 
-HALVES = [(where, *half) for where in WHERE for half in (("mixed_bfloat16", 8), ("mixed_float16", 11))]
-
-
-@pytest.mark.parametrize(("where", "policy", "bits"), unless_all([HALVES[1], HALVES[2]], HALVES), ids=str)
-def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, int], policy: str, bits: int) -> None:
-    setting, kind, zero = where
-    alone = expected("mixed", *ALONE, policy)
-    for found in worlds.get(setting).call(RUN("mixed"), kind, zero, policy):
-        same_in_half_precision(found, alone, bits)
-        assert bool(found["sharded"]) == (kind != "dp")
-
-
 @pytest.mark.parametrize(("program", "where"), [("toggled", WHERE[0]), *(("few", where) for where in WHERE)], ids=str)
 def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> None:
     everywhere(where, program)
@@ -123,37 +109,6 @@ def test_dropout_draws_apart_for_rows_and_units_that_are_cut(worlds: Worlds, whe
         assert 0.25 < found["_between_units"] < 0.75
 
 
-# Horovod's are counted with torch.
-@pytest.mark.parametrize("where", [IN_PROCESSES], ids=str)
-def test_copies_of_a_value_are_the_same_to_the_last_bit(worlds: Worlds, where: tuple[str, str, int]) -> None:
-    """After a training with dropout and batch statistics, on each device that holds the whole of it."""
-    setting, kind, zero = where
-    copies: dict[tuple[str, str], list[str]] = {}
-    for found in worlds.get(setting).call(COUNTED("replicas"), kind, zero):
-        for key, digests in found.items():
-            copies.setdefault(key, []).extend(digests)
-    assert any("moving_variance" in path for path, _ in copies)
-    for key, digests in copies.items():
-        assert len(digests) > 1
-        assert len(set(digests)) == 1, key
-
-
-@pytest.mark.parametrize("where", unless_all(EVERYWHERE[1:], EVERYWHERE), ids=str)
-def test_one_devices_overflow_skips_the_step_on_all(worlds: Worlds, where: tuple[str, str, int]) -> None:
-    setting, kind, zero = where
-    for found in worlds.get(setting).call(COUNTED("overflowed"), kind, zero):
-        assert 2.0**97 in [float(slot) for slot in found["slots"] if slot.ndim == 0]
-        for path, value in found["before"].items():
-            np.testing.assert_array_equal(found["weights"][path], value)
-
-
-def test_losses_that_are_added_alone(worlds: Worlds, alone: Alone) -> None:
-    setting, kind, zero = WHERE[0]
-    wanted = alone.world("tensorflow").call(COUNTED("unsupervised"), *ALONE)[0]
-    for found in worlds.get(setting).call(COUNTED("unsupervised"), kind, zero):
-        same(found, wanted)
-
-
 def test_batch_statistics_that_are_asked_for_of_all_replicas(everywhere: Any) -> None:
     """synchronized=True, which Keras takes on TensorFlow alone. Those of all rows are computed without it too."""
     everywhere(WHERE[1], "built_in_float64", "synchronized")
@@ -171,37 +126,11 @@ def test_documented_steps_of_the_users_own(worlds: Worlds, alone: Alone, where: 
         assert bool(found["sharded"]) == (kind != "dp")
 
 
-# Callbacks and Keras's saving are wrapped above the engines.
-def test_callbacks_write_once_and_decide_alike(worlds: Worlds, expected: Any, tmp_path: Path) -> None:
-    setting, kind, _ = IN_PROCESSES
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    alone = expected("called_back", *ALONE, str(tmp_path / "one"))
-    for process, found in enumerate(worlds.get(setting).call(RUN("called_back"), kind, 0, str(tmp_path / "two"))):
-        assert found["shown"] == (0 if process else 2)
-        same({**found, "log": "", "shown": 2}, {**alone, "log": ""})
-        assert found["stopped"] == alone["stopped"] > 0
-        assert found["log"] == str(tmp_path / "two" / "log.csv")
-    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]
-    logs = [list(csv.DictReader((tmp_path / n / "log.csv").read_text().splitlines())) for n in ("one", "two")]
-    assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
-
-
 def test_tensorboard_is_written_once(worlds: Worlds, tmp_path: Path) -> None:
     setting, kind, _ = IN_PROCESSES
     for found in worlds.get(setting).call(RUN("boarded"), kind, 0, str(tmp_path)):
         assert found == [str(tmp_path)]
     assert len([p for p in (tmp_path / "train").iterdir() if "tfevents" in p.name]) == 1
-
-
-def test_a_save_that_fails_is_told_and_training_goes_on(worlds: Worlds, expected: Any, tmp_path: Path) -> None:
-    setting, kind, _ = IN_PROCESSES
-    alone = expected("saved_in_part", "", "m.keras", 3, None, 0)
-    first, second = worlds.get(setting).call(RUN("saved_in_part"), str(tmp_path), "m.keras", 3, kind, 0)
-    assert first["heard"] == "OSError: no space is left"
-    assert second["heard"] == f"SavingFailedError: process 0 could not save for all: {first['heard']}"
-    for found in (first, second):
-        same({**found, "heard": ""}, alone)
 
 
 def test_models_that_processes_made_apart_begin_with_the_firsts_weights(alone: Alone, worlds: Worlds) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from fractions import Fraction
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests import preloaded
 from tests.keras.jax.worlds import virtual, with_tensorflow
-from tests.support.comparing import same, same_bits, same_in_half_precision
+from tests.support.comparing import same, same_bits
 from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessWorld
 
@@ -107,15 +104,6 @@ def test_metrics_are_reduced_with_the_gradients(four: ProcessWorld) -> None:
     assert 0 < sizes[1] - sizes[0] <= 3 * 4 * Fraction(2 * 3 * 4, 4)
 
 
-@pytest.mark.parametrize(
-    ("policy", "bits", "kind", "zero"), [("mixed_bfloat16", 8, "dp", 3), ("mixed_float16", 11, "2x2", 0)]
-)
-def test_half_precision(four: ProcessWorld, expected: Any, policy: str, bits: int, kind: str, zero: int) -> None:
-    found, alone = four.call(RUN("mixed"), kind, zero, policy)[0], expected("mixed", *ALONE, policy)
-    assert found["dtypes"] == ["float32"]
-    same_in_half_precision(found, alone, bits)
-
-
 @pytest.mark.parametrize(("program", "kind", "zero"), [("toggled", "2x2", 3), ("few", "dp", 3)])
 def test_loops(four: ProcessWorld, expected: Any, program: str, kind: str, zero: int) -> None:
     same(four.call(RUN(program), kind, zero)[0], expected(program, *ALONE))
@@ -144,33 +132,10 @@ def test_dropout_and_noise_are_one_devices(four: ProcessWorld, expected: Any) ->
     same_bits(again, once)
 
 
-def test_one_devices_overflow_skips_the_step_on_all(four: ProcessWorld) -> None:
-    found = four.call(COUNTED("overflowed"), "2x2", 3)[0]
-    assert 2.0**97 in [float(slot) for slot in found["slots"] if slot.ndim == 0]
-    for path, value in found["before"].items():
-        np.testing.assert_array_equal(found["weights"][path], value)
-
-
-def test_losses_that_are_added_alone(four: ProcessWorld, one: ProcessWorld) -> None:
-    same(four.call(COUNTED("unsupervised"), "dp", 3)[0], one.call(COUNTED("unsupervised"), *ALONE)[0])
-
-
 def test_the_documented_step_of_the_users_own(four: ProcessWorld, one: ProcessWorld) -> None:
     found = four.call("tests.keras.jax.steps:run", "dp", 3)[0]
     same(found, one.call("tests.keras.jax.steps:run", *ALONE)[0])
     assert found["sharded"]
-
-
-@pytest.mark.processes
-def test_copies_of_a_value_are_the_same_to_the_last_bit(pair: ProcessWorld) -> None:
-    copies: dict[tuple[str, str], list[str]] = {}
-    for found in pair.call(COUNTED("replicas"), "2x2 across", 1):
-        for key, digests in found.items():
-            copies.setdefault(key, []).extend(digests)
-    assert any("moving_variance" in path for path, _ in copies)
-    assert max(len(digests) for digests in copies.values()) == 4
-    for key, digests in copies.items():
-        assert len(set(digests)) == 1, key
 
 
 @pytest.mark.processes
@@ -179,23 +144,6 @@ def test_a_loss_may_need_more_rows_than_a_process_has(pair: ProcessWorld, one: P
     wanted = one.call("tests.keras.alike:mined", *ALONE)[0]
     for found in pair.call("tests.keras.alike:mined", "dp", 3):
         same(found, wanted)
-
-
-@pytest.mark.processes
-def test_callbacks_write_once_and_decide_alike(pair: ProcessWorld, expected: Any, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    alone = expected("called_back", *ALONE, str(tmp_path / "one"))
-    told = pair.call(RUN("called_back"), "2x2 across", 3, str(tmp_path / "two"))
-    for process, found in enumerate(told):
-        assert found["shown"] == (0 if process else 2)
-        same({**found, "shown": 2}, alone)
-        assert found["epochs"] == alone["epochs"] == [1, 2]
-        assert found["stopped"] == alone["stopped"] > 0
-        assert found["log"] == str(tmp_path / "two" / "log.csv")
-    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]
-    logs = [list(csv.DictReader((tmp_path / n / "log.csv").read_text().splitlines())) for n in ("one", "two")]
-    assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
 
 
 def test_tf_data(expected: Any) -> None:
