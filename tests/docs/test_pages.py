@@ -15,7 +15,8 @@ import pytest
 from tests.docs.documents import ROOT, Block, assert_printed, blocks, pages, run, write_files
 from tests.docs.forked import run_forked, run_together
 
-pytestmark = pytest.mark.processes
+# A command may start a run after the other, of all frameworks.
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 # Those whose examples other tests run: test_readme.py, tests/adapters/test_sockets.py, tests/drawing/test_documents.py.
 ELSEWHERE = {"README.md", "docs/internals/adapters.md", "docs/pictures.md"}
@@ -63,7 +64,7 @@ def test_a_command_runs(page: str, block: Block, tmp_path: Path) -> None:
         elif together and page != FIRST:
             printed = run_together(together[2], tmp_path, int(together[1]))
         else:
-            printed = run(command, tmp_path)
+            printed = run(command, tmp_path, timeout=500)
     assert_printed(block, printed)
 
 
