@@ -80,6 +80,14 @@ class Sorted(layers.Layer):
         return ops.sort(x, axis=0)
 
 
+class Ordered(layers.Layer):
+    """Treats each row alone, but all its features together: sorted, and as waves."""
+
+    def call(self, x: Any) -> Any:
+        real, imaginary = ops.fft((x, ops.zeros_like(x)))
+        return ops.sort(x, axis=-1) + 0.1 * real * imaginary
+
+
 class Neighbour(layers.Layer):
     """A layer inside is called with rows in another order."""
 
@@ -276,6 +284,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "sampling": (lambda: _stack(Sampling), alone, {"stack/sampling"}),
     "center": (lambda: _stack(Center), alone, {"stack/center"}),
     "ranked": (lambda: _stack(Ranked), alone, {"stack/ranked"}),
+    "ordered": (lambda: _stack(Ordered), alone, set()),
     "neighbour": (lambda: _stack(Neighbour), alone, {"stack/neighbour"}),
     "experts": (lambda: _stack(Experts), alone, {"stack/experts"}),
     "summing": (lambda: _stack(Summing), alone, {"stack/summing"}),

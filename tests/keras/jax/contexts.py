@@ -119,6 +119,27 @@ def beside(sizes: dict[str, int] | None) -> Result:
     return {"history": history, "predicted": predicted, **told(model)}
 
 
+def windowed(case: str, sizes: dict[str, int] | None) -> Result:
+    """Windows over places: a maximum whose windows overlap, or a kernel that an axis "model" cuts."""
+    fresh()
+    rng = np.random.default_rng(7)
+    x, y = rng.normal(size=(22, 8, 6)).astype("float32"), rng.normal(size=(22, 1)).astype("float32")
+    mesh = None if sizes is None else unidist.Mesh(sizes)
+    rules = {".*conv.*/kernel": (None, None, "model")} if case == "convolved" else {}
+    with scope(None if mesh is None else unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules))):
+        pooled = [layers.Dense(WIDTH, "tanh"), layers.MaxPooling1D(3, 1, padding="same")]
+        convolved = [
+            layers.Conv1D(8, 3, padding="same", activation="tanh", name="conv"),
+            layers.Conv1D(8, 3, strides=2, padding="same", name="conv_again"),
+        ]
+        chain = pooled if case == "pooled" else convolved
+        model = keras.Sequential([keras.Input((8, 6)), *chain, layers.Flatten(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        predicted = model.predict(x, batch_size=8, verbose=0)
+    return {"history": history, "predicted": predicted, **told(model)}
+
+
 def by_hand(sizes: dict[str, int] | None) -> Result:
     """A loop of the user's own, with Keras's stateless functions in a program of theirs."""
     fresh()

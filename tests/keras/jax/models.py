@@ -140,7 +140,12 @@ CROSS = "cross entropy"
 CASES = {
     "mlp": Case(mlp, mlp_data, PAIR, {"weighted_metrics": ["accuracy"]}),
     "conv": Case(conv, conv_data, {".*column/kernel": (None, None, None, "model")}, {"metrics": ["accuracy"]}),
-    "lstm": Case(lstm, lstm_data, {".*embed/embeddings": (None, "model"), ".*lstm.*/kernel": (None, "model")}, {}),
+    "lstm": Case(
+        lstm,
+        lstm_data,
+        {".*embed/embeddings": (None, "model"), ".*lstm.*/kernel": (None, "model")},
+        {"metrics": ["accuracy"]},
+    ),
     "two_outputs": Case(
         two_outputs,
         two_outputs_data,

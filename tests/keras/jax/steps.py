@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
+from keras import ops
 
 from tests.keras import contract
 from tests.support.runs import Result, fresh, scope, told
@@ -34,7 +36,7 @@ class Measured(keras.Sequential):
         logs, states = self.told(states, self.compute_loss(x, y, y_pred), y, y_pred)
         return logs, (trainable, other, states)
 
-    def told(self, states: Any, loss: Any, y: Any, y_pred: Any) -> tuple[dict[str, Any], list[Any]]:
+    def told(self, states: Any, loss: Any, y: Any, y_pred: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
         new: list[Any] = []
         logs = {}
         for metric in self.metrics:
@@ -42,7 +44,7 @@ class Measured(keras.Sequential):
             mine = metric.stateless_update_state(mine, *((loss,) if metric.name == "loss" else (y, y_pred)))
             logs[metric.name] = metric.stateless_result(mine)
             new += mine
-        return logs, new
+        return logs, tuple(new)
 
 
 def run(kind: str | None, zero: int) -> Result:
@@ -54,3 +56,21 @@ def run(kind: str | None, zero: int) -> Result:
     history = model.fit(x, y, batch_size=contract.BATCH, epochs=2, shuffle=False, verbose=0).history
     evaluated = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
     return {"history": history, "evaluate": evaluated, **told(model)}
+
+
+def one_place(kind: str | None) -> Result:
+    """A table that is the same everywhere, one row of which is overwritten, and which is then cut by its rows."""
+    fresh()
+    table = np.random.default_rng(3).normal(size=(8, 4)).astype("float32")
+    with scope(contract._strategy(kind, 0)):
+        distribution = keras.distribution.distribution()
+
+        def filled(row: Any) -> Any:
+            found = ops.scatter_update(table, [[3]], row[None])
+            if distribution is None:
+                return found
+            layout = keras.distribution.TensorLayout((distribution.device_mesh.axis_names[0], None))
+            layout.device_mesh = distribution.device_mesh
+            return keras.distribution.distribute_tensor(found, layout)
+
+        return {"table": np.asarray(jax.jit(filled)(np.ones(4, "float32")))}

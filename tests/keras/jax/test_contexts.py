@@ -70,6 +70,15 @@ def test_what_is_no_sequence_stays_whole(four: ProcessWorld, expected: Any) -> N
     same(four.call(RUN("beside"), GRID)[0], expected("beside", None))
 
 
+@pytest.mark.parametrize(
+    ("case", "sizes"), [("pooled", FOUR), ("convolved", {"context": 2, "model": 2})], ids=["pooled", "convolved"]
+)
+def test_windows_over_places_that_are_cut(case: str, sizes: dict[str, int], four: ProcessWorld, expected: Any) -> None:
+    found = four.call(RUN("windowed"), case, sizes)[0]
+    same(found, expected("windowed", case, None))
+    assert bool(found["sharded"]) == (case == "convolved")
+
+
 def test_a_loop_by_hand(four: ProcessWorld, expected: Any) -> None:
     found = four.call(RUN("by_hand"), FOUR)[0]
     same(found, expected("by_hand", None))

@@ -116,12 +116,14 @@ def test_tables_and_rows_that_do_not_divide(four: ProcessWorld, expected: Any, n
     assert any(path.endswith("table/embeddings") for path in found["sharded"])
 
 
-@pytest.mark.parametrize(("kind", "zero"), [("dp", 0), ("2x2", 1)])
-def test_rows_are_sorted(four: ProcessWorld, one: ProcessWorld, kind: str, zero: int) -> None:
-    """Those of a batch that does not divide, and one less than those of a batch that does."""
+@pytest.mark.parametrize(
+    ("kind", "zero", "case"), [("dp", 0, "ranked"), ("2x2", 1, "ranked"), ("dp", 0, "ordered"), ("2x2", 0, "ordered")]
+)
+def test_what_is_sorted_and_transformed(four: ProcessWorld, one: ProcessWorld, kind: str, zero: int, case: str) -> None:
+    """Rows of a batch that does not divide, one less than those of a batch that does, and features."""
     program = "tests.keras.mixing:mixed"
-    found = four.call(program, kind, zero, "ranked", True)[0]
-    same(found, one.call(program, *ALONE, "ranked", True)[0])
+    found = four.call(program, kind, zero, case, True)[0]
+    same(found, one.call(program, *ALONE, case, True)[0])
     assert found["spread"] == 4
 
 
@@ -136,6 +138,12 @@ def test_the_documented_step_of_the_users_own(four: ProcessWorld, one: ProcessWo
     found = four.call("tests.keras.jax.steps:run", "dp", 3)[0]
     same(found, one.call("tests.keras.jax.steps:run", *ALONE)[0])
     assert found["sharded"]
+
+
+def test_one_place_is_written(four: ProcessWorld, one: ProcessWorld) -> None:
+    program = "tests.keras.jax.steps:one_place"
+    found, wanted = four.call(program, "dp")[0], one.call(program, None)[0]
+    np.testing.assert_array_equal(found["table"], wanted["table"])
 
 
 @pytest.mark.processes

@@ -29,7 +29,14 @@ from unidist.keras.feed.batch_digest import Views
 from unidist.keras.feed.lockstep import Around, Meeting, Part, in_step
 from unidist.keras.feed.row_plan import RowPlan, Share
 from unidist.keras.jax import layouts, placing, processes
-from unidist.keras.patching.compat import ArrayDataAdapter, TorchDataLoaderAdapter, array_slicing, tree
+from unidist.keras.patching.compat import (
+    ArrayDataAdapter,
+    TorchDataLoaderAdapter,
+    array_slicing,
+    get_keras_mask,
+    set_keras_mask,
+    tree,
+)
 from unidist.keras.patching.patches import calling
 
 Segments = tuple[tuple[int, int], ...]
@@ -194,8 +201,11 @@ def replicate(tree: Any, distribution: Any) -> Any:
 
 
 def with_all_rows(array: Any, distribution: Any) -> Any:
-    """Makes all rows of an array lie on every device. Places that are cut stay so."""
-    return _replicate_leaf(layouts.of_whole_rows(array, distribution), array)
+    """Makes all rows of an array lie on every device, and those of its mask. Places that are cut stay so."""
+    whole = _replicate_leaf(layouts.of_whole_rows(array, distribution), array)
+    if (mask := get_keras_mask(array)) is not None:
+        set_keras_mask(whole, with_all_rows(mask, distribution))
+    return whole
 
 
 def _replicate_leaf(sharding: NamedSharding, value: Any) -> Any:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import jax
-
 from unidist.keras import saving as keras_saving
 from unidist.keras import trainer_entry
 from unidist.keras.jax import (
     data,
     layouts,
     pacing,
+    partitioning,
     placing,
     processes,
     recomputing,
@@ -80,7 +79,7 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(JAXTrainer, "_make_function", trainer.making_function, "steps are compiled with layouts")
     yield Hook(JAXTrainer, "compute_metrics", trainer.measuring, "metrics are on all devices")
     yield Hook(JAXTrainer, "jax_state_sync", pacing.syncing, "waits end when a process is lost")
-    yield Hook(jax.lax.sort_p, "bind", trainer.sorting, "rows that do not divide are sorted whole")
+    yield from partitioning.hooks()
     yield Hook(conversions, "convert_to_numpy", pacing.converting, "waits end when a process is lost")
     yield Hook(keras_trainer, "jit", trainer.compiling, "steps are compiled with layouts")
     yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")

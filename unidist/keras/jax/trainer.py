@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from unidist.keras import active_distribution
 from unidist.keras.feed.lockstep import as_symbols, to_build
-from unidist.keras.jax import data, layouts, pacing, placing, processes
+from unidist.keras.jax import data, pacing, placing, processes
 from unidist.keras.jax.compiled import Program
 from unidist.keras.patching.compat import jax_trainer
 from unidist.keras.patching.patches import calling
@@ -50,13 +49,24 @@ def compiling(original: Any, function: Any, **options: Any) -> Any:
         result = function(*data.cut(arguments, distribution))
         if distribution is None or "donate_argnums" not in options:
             return result
-        if not (processes.several() or data.is_padded(arguments)):
-            return result
         outputs, state = result
+        state = _alike(arguments[0], state)
+        if not (processes.several() or data.is_padded(arguments)):
+            return outputs, state
         outputs = data.replicate(outputs, distribution)
         return (pacing.unhurried(outputs) if processes.several() else outputs), state
 
     return original(step, **options)
+
+
+def _alike(given: Any, state: Any) -> Any:
+    """A step's state in the lists that it was given: a step of the user's own may return tuples.
+
+    Where layouts are given for what comes out, JAX takes no other containers than theirs.
+    """
+    leaves = jax.tree.leaves(state)
+    is_whole = len(leaves) == len(jax.tree.leaves(given))
+    return jax.tree.unflatten(jax.tree.structure(given), leaves) if is_whole else state
 
 
 @calling
@@ -76,25 +86,6 @@ def measuring(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     args, kwargs = jax.tree.map(made_whole, (args, kwargs))
     return original(self, *args, **kwargs)
-
-
-@calling
-def sorting(original: Any, *operands: Any, **params: Any) -> Any:
-    """Wraps `bind` of JAX's primitive sort: a dim that does not divide over the devices is sorted whole.
-
-    Such are a ragged batch's rows, or what a layer left out of an even one. XLA's partitioner ends the process where
-    they are cut ("spmd_partitioner_util.cc: Check failed", JAX 0.10). jnp's sort, argsort, quantile and median bind it.
-    """
-    distribution = placing.current()
-    if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
-        return original(*operands, **params)
-    mesh, shape, dim = distribution.device_mesh.backend_mesh, operands[0].shape, params["dimension"]
-    if not any(isinstance(operand, jax.core.Tracer) for operand in operands) or not shape[dim] % mesh.size:
-        return original(*operands, **params)
-    dims = [None if place == dim else PartitionSpec.UNCONSTRAINED for place in range(len(shape))]
-    whole = functools.partial(jax.lax.with_sharding_constraint, shardings=layouts.named(mesh, *dims))
-    # What comes out too: the partitioner cuts a sort as its results are cut.
-    return [*map(whole, original(*map(whole, operands), **params))]
 
 
 @calling

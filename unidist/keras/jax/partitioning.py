@@ -1,0 +1,129 @@
+"""Operations that XLA's partitioner gets wrong along some dims, which are whole on every device there.
+
+It ends the process, gives other numbers or programs that XLA refuses to run, with JAX 0.10 on CPUs. All that is global
+passes here as a primitive of JAX, whoever called it, and so do derivatives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from typing import Any
+
+import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
+
+from unidist.keras.jax import layouts, placing
+from unidist.keras.patching.patches import Hook, calling
+from unidist.keras.strategies.distribution import adopt
+
+Dims = Iterable[int]
+# For the first operands and for what comes out: the dims that are to be whole.
+Whole = tuple[list[Dims], Dims]
+
+
+def hooks() -> Iterator[Hook]:
+    """Each gives the primitive whole dims. jnp's functions bind them."""
+    for primitive, dims, why in _TABLE:
+        yield Hook(primitive, "bind", _with_whole(dims), why)
+
+
+def _with_whole(dims_of: Callable[[Any, Any, Any], Whole]) -> Callable[..., Any]:
+    @calling
+    def binding(original: Any, *operands: Any, **params: Any) -> Any:
+        mesh = _mesh_that_cuts(operands)
+        if mesh is None:
+            return original(*operands, **params)
+        dims, of_results = dims_of(operands, params, mesh)
+        given = [*map(functools.partial(_whole_along, mesh), operands, dims), *operands[len(dims) :]]
+        in_order = _in_order if dims_of is _transformed else _same
+        found = jax.tree.map(in_order, original(*map(in_order, given), **params))
+        # What comes out too: the partitioner cuts an operation as its results are cut.
+        return jax.tree.map(lambda result: _whole_along(mesh, result, of_results), found)
+
+    return binding
+
+
+def _mesh_that_cuts(operands: Iterable[Any]) -> Any:
+    """The devices' mesh where XLA's partitioner cuts what is traced; else None."""
+    distribution = placing.current()
+    if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    is_traced = any(isinstance(operand, jax.core.Tracer) for operand in operands)
+    return distribution.device_mesh.backend_mesh if is_traced else None
+
+
+def _whole_along(mesh: Any, array: Any, dims: Dims) -> Any:
+    whole = tuple(dims)
+    if not whole:
+        return array
+    spec = [None if dim in whole else PartitionSpec.UNCONSTRAINED for dim in range(array.ndim)]
+    return jax.lax.with_sharding_constraint(array, layouts.named(mesh, *spec))
+
+
+def _in_order(array: Any) -> Any:
+    """The last dim's numbers lie side by side: what was gathered along it would lie otherwise."""
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+
+
+def _same(array: Any) -> Any:
+    return array
+
+
+def _sorted(operands: Any, params: Any, mesh: Any) -> Whole:
+    """Dims that do not divide: a ragged batch's rows, or what a layer left out of an even one.
+
+    The process ends, also where other dims are sorted and derived ("spmd_partitioner_util.h: Check failed").
+    """
+    uneven = [dim for dim, size in enumerate(operands[0].shape) if size % mesh.size]
+    return [uneven] * len(operands), uneven
+
+
+def _transformed(operands: Any, params: Any, mesh: Any) -> Whole:
+    """Parts are transformed, in an order that XLA does not run ("fft_thunk.cc: RET_CHECK failure")."""
+    ndim = operands[0].ndim
+    dims = range(ndim - len(params["fft_lengths"]), ndim)
+    return [dims], dims
+
+
+def _written(operands: Any, params: Any, mesh: Any) -> Whole:
+    """One place that is written: devices that do not hold it write numbers of other places into theirs.
+
+    XLA joins the slice that a device takes with the one that it reads, without the bounds between.
+    """
+    is_one = prod(operands[1].shape[:-1]) == 1
+    dims = params["dimension_numbers"].scatter_dims_to_operand_dims if is_one else ()
+    return [dims], dims
+
+
+def _convolved(operands: Any, params: Any, mesh: Any) -> Whole:
+    """Places that are cut, under a kernel that another axis cuts: what neighbours send is lost.
+
+    No kernel is cut in a call where all axes are those of rows and of places.
+    """
+    strategy = adopt(placing.current()).strategy
+    own = {*strategy.data_axes, *strategy.context_axes}
+    if not any(size > 1 for axis, size in mesh.shape.items() if axis not in own):
+        return [], ()
+    numbers = params["dimension_numbers"]
+    return [numbers.lhs_spec[2:], numbers.rhs_spec[2:]], numbers.out_spec[2:]
+
+
+def _pooled(operands: Any, params: Any, mesh: Any) -> Whole:
+    """A maximum over windows that overlap: its derivative gives to other places where they are cut."""
+    dims = [dim for dim, size in enumerate(params["window_dimensions"]) if size > 1]
+    return [dims, dims], dims
+
+
+_lax: Any = jax.lax
+_ONE_PLACE = (_lax.scatter_p, _lax.scatter_mul_p, _lax.scatter_min_p, _lax.scatter_max_p)
+_OF_MAXIMA = (_lax.select_and_gather_add_p, _lax.select_and_scatter_add_p)
+_TABLE = (
+    (_lax.sort_p, _sorted, "rows that do not divide are sorted whole"),
+    (_lax.fft_p, _transformed, "what is transformed is whole along those dims"),
+    (_lax.conv_general_dilated_p, _convolved, "places are convolved whole where kernels are cut"),
+    *((primitive, _written, "one place is written into whole dims") for primitive in _ONE_PLACE),
+    *((primitive, _pooled, "windows are whole where their maximum is derived") for primitive in _OF_MAXIMA),
+)
