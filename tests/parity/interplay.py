@@ -48,7 +48,7 @@ def _model(optimizer: Any = "adam", cls: Any = None, **options: Any) -> Any:
     inputs = keras.Input((16,))
     hidden = keras.layers.Dense(8, activation="relu", name="up")(inputs)
     model = (cls or keras.Model)(inputs, keras.layers.Dense(10, name="head")(hidden))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = options.pop("loss", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], **options)
     return model
 
@@ -337,8 +337,17 @@ def a_loss_of_all_pairs() -> None:
             same = tf.cast(y[:, None] == y[None], "float32")
             return own + tf.reduce_mean(tf.square(tf.matmul(y_pred, y_pred, transpose_b=True) - same))
 
+    def of_pairs(y_true: Any, y_pred: Any) -> Any:
+        alike = tf.matmul(y_pred, y_pred, transpose_b=True)
+        alike -= tf.reduce_max(alike, axis=1, keepdims=True)
+        kinds = tf.reshape(y_true, [-1, 1])
+        near = tf.cast(tf.equal(kinds, tf.transpose(kinds)), "float32")
+        shares = alike - tf.math.log(tf.reduce_sum(tf.exp(alike), axis=1, keepdims=True))
+        return -tf.reduce_mean(tf.reduce_sum(near * shares, axis=1))
+
     x, y = _data()
     _compare(lambda model: model.fit(x, y, batch_size=10, verbose=0).history["loss"], cls=Pairs)
+    _compare(lambda model: model.fit(x, y, batch_size=8, verbose=0).history["loss"], loss=of_pairs)
 
 
 def keras_distribution() -> None:

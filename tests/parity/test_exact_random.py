@@ -28,6 +28,8 @@ PLACES = [
     # Three devices, whose parts of a batch are of different lengths.
     *((setting, "dp", 0, "images", 5) for setting in unless_all((), ("torch-3", "horovod-3"))),
     *(("jax-4", kind, zero, "images", 5) for kind, zero in (("dp", 0), ("dp", 3), ("2x2", 0))),
+    ("tensorflow-4", "2x2", 3, "images", 5),
+    *(("tensorflow-4", "dp", 0, case, 5) for case in unless_all(("augmented",), CASES)),
 ]
 
 
@@ -40,10 +42,11 @@ def expected(alone: Alone) -> Any:
 def test_it_trains_as_one_device(
     setting: str, kind: str, zero: int, case: str, seed: int | None, expected: Any, worlds: Worlds
 ) -> None:
-    wanted = expected("jax" if setting.startswith("jax") else "torch", case, seed)
+    of_itself = setting.partition("-")[0] if setting.startswith(("jax", "tensorflow")) else "torch"
+    wanted = expected(of_itself, case, seed)
     for found in worlds.get(setting).call(RUN, kind, zero, case, seed):
         same(found, wanted)
-        assert found["_sent"] or setting.startswith("jax")
+        assert found["_sent"] or of_itself == "jax"
 
 
 def test_layers_that_draw_between_cut_ones(worlds: Worlds) -> None:
@@ -60,6 +63,6 @@ def test_programs_draw_as_one_device(case: str, alone: Alone, worlds: Worlds) ->
         assert (found["_programs"], found["_unfit"]) == (4, [])
 
 
-def test_tensorflow_refuses(worlds: Worlds) -> None:
-    with pytest.raises(Exception, match="exact_random=True: with Keras on 'tensorflow'"):
-        worlds.get("sim-tensorflow").call(RUN, "dp", 0, "images", 5)
+def test_horovod_refuses_it_on_tensorflow(worlds: Worlds) -> None:
+    with pytest.raises(Exception, match=r"exact_random=True: use\('horovod'\) with Keras on TensorFlow"):
+        worlds.get("horovod-2-tensorflow").call(RUN, "dp", 0, "images", 5)

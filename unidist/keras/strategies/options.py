@@ -14,10 +14,10 @@ from unidist.keras.recomputing import Remat
 Attention = Literal["auto", "ulysses", "gather", "ring"]
 Experts = Literal["all", "dispatch"]
 Offload = Literal["none", "states"]
-# Why TensorFlow cannot have an option, and what it does not go with in parts of sequences.
-_NOT_WITH = {
-    "exact_random": ("each device draws for its own rows", "layers draw for parts of sequences"),
-    "per_tensor_rows": ("all tensors of a batch are cut alike", "the model's call takes rows of one number"),
+# What an option does not go with in parts of sequences.
+_NOT_IN_PARTS = {
+    "exact_random": "layers draw for parts of sequences",
+    "per_tensor_rows": "the model's call takes rows of one number",
 }
 
 
@@ -172,11 +172,10 @@ def check_sequence_parallel() -> None:
 
 def _check(name: str, sequence_parallel: bool) -> None:
     """Raises CapabilityError where an option of tensors that carry their layout does not go."""
-    on_tensorflow, in_parts = _NOT_WITH[name]
-    if keras.config.backend() == "tensorflow":
+    if name == "per_tensor_rows" and keras.config.backend() == "tensorflow":
         raise CapabilityError(
-            f"{name}=True: with Keras on 'tensorflow' {on_tensorflow}. Leave it out, or set KERAS_BACKEND=torch or jax "
-            "before Keras is imported"
+            f"{name}=True: with Keras on 'tensorflow' all tensors of a batch are cut alike. Leave it out, or set "
+            "KERAS_BACKEND=torch or jax before Keras is imported"
         )
     if sequence_parallel:
-        raise CapabilityError(f"{name}=True with sequence_parallel=True: {in_parts} there. Leave one out")
+        raise CapabilityError(f"{name}=True with sequence_parallel=True: {_NOT_IN_PARTS[name]} there. Leave one out")

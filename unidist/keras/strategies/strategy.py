@@ -28,9 +28,9 @@ class DataParallel(UnidistDistribution):
         auto_shard_dataset: each process reads its part of the data that every process was given. False: each
             process was given its own part.
         exact_random: layers that draw (dropout, noise, augmentation) draw one device's numbers for the whole batch, and
-            each device keeps those of its rows. By default devices draw apart on torch. On JAX numbers are one
-            device's in any case. Where torch draws in the memory order of a transposed input, numbers are those of
-            the same shape in row-major order.
+            each device keeps those of its rows. By default devices draw apart on torch. On JAX and DTensor
+            numbers are one device's in any case. Where torch draws in the memory order of a transposed input, numbers
+            are those of the same shape in row-major order.
         per_tensor_rows: a batch whose tensors have other numbers of rows, as nodes, edges and graphs, is cut tensor by
             tensor, each along its first dim. Layers and losses see wholes. By default each device computes all of such
             a batch on torch. On JAX each tensor is cut by itself in any case.
@@ -48,7 +48,7 @@ class DataParallel(UnidistDistribution):
     Raises:
         MeshError: the mesh does not fit the devices, or `shard_axis` is no data axis.
         ArgumentError: `zero` is no stage, or 0 with `shard_axis`; `remat`, `experts` or `offload` is no choice.
-        CapabilityError: `exact_random`, `per_tensor_rows` or `remat` with Keras on TensorFlow; others as above.
+        CapabilityError: `per_tensor_rows` or `remat` with Keras on TensorFlow; others as above.
 
     Example:
         >>> import keras, numpy as np, unidist

@@ -34,6 +34,7 @@ def table() -> Table:
             *pinning.hooks(),
             Hook(array_ops, "strided_slice", slicing.slicing, "slices of what is cut are gathered"),
             Hook(gen_math_ops, "select_v2", slicing.selecting, "one condition is spread over what it chooses from"),
+            Hook(keras.losses.Loss, "__call__", slicing.losing, "losses of the user's own are given whole batches"),
             Hook(array_ops, "scatter_nd", slicing.scattering, "what is scattered is gathered"),
             *keras_saving.hooks_of_saving(holding, gathered),
             *keras_saving.hooks_of_loading(holding),

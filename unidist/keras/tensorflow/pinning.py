@@ -4,6 +4,9 @@ DTensor (TensorFlow 2.21) lets the layout that a consumer wants of such a result
 of the parts, each device joins its own pieces, which is another order: wrong numbers, without an error. So it is with
 the zeros that the gradient of a slice is padded with.
 
+Random numbers are drawn whole by every device, so that they are one device's: each draws others for its own part of a
+result that a consumer cuts.
+
 Recurrent layers are traced step by step: DTensor cannot partition lists of tensors in loops.
 """
 
@@ -20,6 +23,7 @@ from keras import tree
 from tensorflow.dtensor.python.layout import MATCH
 from tensorflow.experimental import dtensor
 from tensorflow.python.ops import gen_array_ops, gen_nn_ops
+from tensorflow.python.ops import gen_stateless_random_ops_v2 as drawing
 
 from unidist.keras.patching.compat import RNN, tensorflow_math, tensorflow_numpy
 from unidist.keras.patching.patches import Hook, calling
@@ -30,6 +34,10 @@ from unidist.keras.tensorflow.values import U
 _OF_SEGMENTS = ("segment_sum", "segment_max", "segment_min", "segment_prod")
 # The second ones are transposed convolutions.
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv2d_backprop_input", "conv3d_backprop_input_v2")
+_DRAWN = (
+    *("stateless_random_normal_v2", "stateless_truncated_normal_v2", "stateless_random_uniform_v2"),
+    *("stateless_random_uniform_int_v2", "stateless_random_uniform_full_int_v2"),
+)
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -51,6 +59,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(tensorflow_numpy, "take_along_axis", _taking_along, "what is taken along an axis is whole"),
         Hook(gen_array_ops, "unpack", _unpacking, "steps of a sequence are whole"),
         *(Hook(gen_nn_ops, name, _convolving, "gradients of convolutions are laid as these") for name in _CONVOLUTIONS),
+        *(Hook(drawing, name, _drawing, "random numbers are one device's") for name in _DRAWN),
         Hook(RNN, "inner_loop", _looping, "masks of sequences that are read backwards"),
     )
 
@@ -142,6 +151,11 @@ def _taking_along(original: Any, x: Any, indices: Any, axis: int | None = None) 
     places += tf.constant(np.arange(places.shape[0])[:, None] * size, places.dtype)
     found = tf.reshape(tf.gather(flat, tf.reshape(places, [-1])), [*before, count])
     return slicing.whole(tf.transpose(found, list(np.argsort(order))), mesh)
+
+
+@calling
+def _drawing(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return _pinned(original(*args, **kwargs), False, of_any_kind=True)
 
 
 @calling

@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras import tree
 from tensorflow.experimental import dtensor
 
+from unidist.keras.layer_facts import is_of_keras
 from unidist.keras.patching.compat import Trainer, get_keras_mask, set_keras_mask
 from unidist.keras.patching.patches import calling
 from unidist.keras.tensorflow import values
@@ -65,6 +66,15 @@ def adopt_loss(model: Any) -> None:
         return original(*args, **kwargs)
 
     object.__setattr__(model, "compute_loss", compute_loss)
+
+
+@calling
+def losing(original: Any, self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Wraps Loss.__call__: a loss of the user's own may mix rows too."""
+    mesh, given = _mesh.get(), (y_true, y_pred, sample_weight)
+    if mesh is not None and not is_of_keras(getattr(self, "fn", type(self))):
+        given = tree.map_structure(lambda x: whole(x, mesh), given)
+    return original(self, *given)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ class _Step:
             if not program.has_run:
                 first.enter_context(log.while_long(f"compiling a {self._kind.replace('_', ' ')}"))
                 first.enter_context(self._constants())
+                first.enter_context(_unsized(self._model))
             outputs = program.run(batch)
         if program.traffic.events is None:
             compiled.record(self._model, self._distribution, self._kind, batch)
@@ -152,6 +153,21 @@ class _Step:
             for event in program.traffic.events:
                 events.emit(event)
         return outputs
+
+
+@contextlib.contextmanager
+def _unsized(model: Any) -> Iterator[None]:
+    """Logs losses of several outputs without the sizes of batches, which Keras's own programs do not know."""
+    losses = getattr(model, "_compile_loss", None)
+    metrics = [metric for metric in losses.metrics if metric is not None] if losses is not None else []
+    for metric in metrics:
+        update = metric.update_state
+        object.__setattr__(metric, "update_state", lambda value, sample_weight=None, update=update: update(value))
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            object.__delattr__(metric, "update_state")
 
 
 def _signature(batch: Any) -> str:

@@ -30,7 +30,7 @@ def prepare() -> None:
 
 
 def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Raises CapabilityError where it cuts variables, or their state: every process holds all."""
+    """Raises CapabilityError where it cuts variables or their state, or draws exactly."""
     if layout_map is not None or strategy.data_shards != strategy.mesh.size:
         raise CapabilityError(
             "use('horovod') with Keras on TensorFlow is data parallel only, over all axes of the mesh: for "
@@ -40,6 +40,11 @@ def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
         raise CapabilityError(
             f"zero={strategy.zero}: use('horovod') with Keras on TensorFlow keeps everything on every process; use "
             "zero=0, or set KERAS_BACKEND=torch before Keras is imported"
+        )
+    if strategy.exact_random:
+        raise CapabilityError(
+            "exact_random=True: use('horovod') with Keras on TensorFlow draws for each process's own rows. Leave it "
+            "out, or set KERAS_BACKEND=torch before Keras is imported"
         )
 
 
