@@ -172,6 +172,23 @@ def gathered_in_every_dtype() -> int:
     return len(ALL_DTYPES)
 
 
+def complex_numbers() -> int:
+    """Of torch's spectra of what rows are. Horovod has none of their own."""
+    import torch
+
+    group, comm = everyone(), backend().comm
+    whole = torch.fft.fft(torch.arange(2.0 * group.size * 3).reshape(group.size, 2, 3))
+    x = whole[group.index]
+    assert torch.equal(comm.all_gather(x, group, 0, [2] * group.size), whole.reshape(-1, 3))
+    assert torch.equal(comm.all_reduce(x, group, "sum"), whole.sum(0))
+    assert torch.equal(comm.reduce_scatter(x, group, 0, [1] * group.size, "sum"), whole.sum(0)[group.index, None])
+    return group.size
+
+
+def test_complex_numbers(two: ProcessWorld) -> None:
+    assert two.call(complex_numbers) == [2] * 2
+
+
 def test_handles(two: ProcessWorld) -> None:
     assert two.call(handles_in_every_dtype) == [2 * 3 * 9] * 2
 

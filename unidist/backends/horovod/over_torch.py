@@ -33,7 +33,7 @@ REDUCED_AS = {
     torch.bfloat16: torch.float32,
 }
 # Moved as another dtype of the same size, bit by bit.
-MOVED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16}
+MOVED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16, torch.complex64: torch.int64}
 # What a rank may give at most to be gathered by a sum.
 _WHOLE_NUMBERS, _FEW_BYTES = (torch.int32, torch.int64), 64
 # Behind the shape of what is gathered so: no other sum has it.
@@ -91,6 +91,8 @@ class Primitives:
         return Pending(lambda: self.finish(handle, at, transport, name))
 
     def all_reduce(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(self.all_reduce(torch.view_as_real(x), transport, op))
         out = self.start_all_reduce(x.to(REDUCED_AS.get(x.dtype, x.dtype), copy=True), transport, op).result()
         return out.to(x.dtype)  # type: ignore[no-any-return]
 
@@ -118,6 +120,8 @@ class Primitives:
         return self.start("all_gather", transport, hvd.allreduce_async_, rows, op=hvd.Sum).result()  # type: ignore[no-any-return]
 
     def reduce_scatter(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(self.reduce_scatter(torch.view_as_real(x), transport, op))
         parts = x.view(transport.size, -1)
         shape = (x.shape[0] // transport.size, *x.shape[1:])
         if op not in ("sum", "mean") or x.dtype in REDUCED_AS:  # what Horovod does not reduce is folded here
