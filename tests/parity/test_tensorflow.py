@@ -60,6 +60,22 @@ def test_outside_of_steps_variables_are_one_devices(program: str, setting: str, 
 
 
 @pytest.mark.parametrize(
+    "program", ["unseeded", "counted_elsewhere", "held_elsewhere", "made_of_its_layers", "epochs_are_counted"]
+)
+def test_what_the_model_does_not_have(program: str, alone: Alone, worlds: Worlds) -> None:
+    (wanted,) = alone.world("tensorflow").call(f"tests.parity.strangers:{program}", False)
+    for found in worlds.get("tensorflow-4").call(f"tests.parity.strangers:{program}", True):
+        assert_same_values(found, wanted)
+
+
+def test_a_variable_that_each_device_would_write_is_refused(worlds: Worlds) -> None:
+    for kind, text in worlds.get("tensorflow-4").call("tests.parity.strangers:written_by_each"):
+        assert kind == "CapabilityError"
+        assert "a step writes the tf.Variable" in text
+        assert "self.add_weight" in text
+
+
+@pytest.mark.parametrize(
     ("kind", "parts", "uneven"),
     [
         pytest.param("data", [(0, 12), (12, 17)], True, id="data"),

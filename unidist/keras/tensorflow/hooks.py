@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+from tensorflow.core.function.capture.capture_container import FunctionCaptures
 from tensorflow.python.ops import array_ops, gen_math_ops
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from unidist.keras import active_distribution, distribution_lib, trainer_entry
 from unidist.keras import saving as keras_saving
@@ -35,6 +37,7 @@ def table() -> Table:
             Hook(array_ops, "strided_slice", slicing.slicing, "slices of what is cut are gathered"),
             Hook(gen_math_ops, "select_v2", slicing.selecting, "one condition is spread over what it chooses from"),
             Hook(keras.losses.Loss, "__call__", slicing.losing, "losses of the user's own are given whole batches"),
+            Hook(FunctionCaptures, "capture_by_value", slicing.capturing, "tensors on no mesh are constants"),
             Hook(array_ops, "scatter_nd", slicing.scattering, "what is scattered is gathered"),
             *keras_saving.hooks_of_saving(holding, gathered),
             *keras_saving.hooks_of_loading(holding),
@@ -62,6 +65,9 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(keras.Model, "__call__", trainer.calling_model, "models are called on the mesh")
     yield Hook(keras_core.Variable, "_initialize", placing.initializing, "large variables rest in parts")
     yield Hook(keras_core.Variable, "assign", placing.loading, "a device's part is read from a file by itself")
+    yield Hook(keras_core.Variable, "value", placing.using, "what no model has is on the mesh of the step that uses it")
+    for name in ("assign", "assign_add", "assign_sub"):
+        yield Hook(ResourceVariable, name, placing.writing, "each device would write a variable of TensorFlow's")
     for operator in values.OPERATORS:
         yield Hook(keras_core.Variable, operator, values.operating, "outside of steps variables are read on the host")
     yield Hook(keras_core, "scatter", values.scattering, "DTensor has no scatter of its own")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from unidist.algebra import Layout
 from unidist.array import as_layout
@@ -40,8 +41,16 @@ def distribution_of(model: Any) -> UnidistDistribution | None:
     found = current()
     if found is not None:
         return found
-    before = model_record.of(model).told
+    before = _told(model)
     return None if before is None else adopt(before)
+
+
+def _told(model: Any) -> UnidistDistribution | None:
+    """The distribution of a model, or of the placed layers that a new one is made of."""
+    own: UnidistDistribution | None = model_record.of(model).told
+    if own is None and model.built:
+        own = next((found for v in model.variables if (found := variable_record.of(v).distribution)), None)
+    return own
 
 
 def is_placed(model: Any) -> bool:
@@ -164,8 +173,16 @@ def _in_parts(variable: Any, host: Any, storage: dtensor.Layout) -> values.Sprea
 
 @calling
 def initializing(original: Any, variable: Any, value: Any) -> None:
-    """Variable._initialize: what is large and to be cut is in parts as soon as it has a value."""
+    """Variable._initialize: what is large and to be cut is in parts as soon as it has a value.
+
+    What a step makes is whole on the mesh.
+    """
     storage = distribution = None
+    if (mesh := values.computing.get()) is not None and not in_stateless_scope():
+        with _off_mesh():
+            first = tf.convert_to_tensor(value() if callable(value) else value, variable.dtype).numpy()
+            variable._value = _spread(variable, first, values.replicated(mesh, first.ndim))
+        return
     if callable(value) and not in_stateless_scope() and tf.executing_eagerly() and prod(variable._shape) >= LARGE:
         distribution = _to_lie_on(variable)
         storage = None if distribution is None else _cut(variable, distribution)
@@ -205,9 +222,60 @@ def _cut(variable: Any, distribution: UnidistDistribution) -> dtensor.Layout | N
     return storage if found.storage.dims else None
 
 
+@contextlib.contextmanager
+def _off_mesh() -> Iterator[None]:
+    """Outside of the program that is traced, and not on DTensor's device."""
+    token = values.computing.set(None)
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            yield
+    finally:
+        values.computing.reset(token)
+
+
+def using(original: property) -> property:
+    """Wraps Variable.value: what a step uses and no model has is whole everywhere.
+
+    So it is with a metric, or Keras's own seed. Each device would write a plain variable at its own time.
+    """
+
+    def value(variable: Any) -> Any:
+        _use(variable)
+        return original.__get__(variable)
+
+    return property(value, doc=original.__doc__)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, ResourceVariable) and not isinstance(x, dtensor.DVariable)
+
+
+def _use(variable: Any) -> None:
+    mesh, resting = values.computing.get(), variable._value
+    if mesh is not None and _is_plain(resting) and not in_stateless_scope():
+        with _off_mesh():
+            variable._value = _spread(variable, resting.numpy(), values.replicated(mesh, len(variable.shape)))
+
+
+@calling
+def writing(original: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps the writes of TensorFlow's own variables.
+
+    Raises:
+        CapabilityError: a step over DTensor writes one, which each device would do.
+    """
+    if values.computing.get() is not None and _is_plain(variable):
+        raise CapabilityError(
+            f"a step writes the tf.Variable {variable.name!r}, which over DTensor each device would do. Make it a "
+            "variable of Keras's: self.add_weight(..., trainable=False), or keras.Variable(...)"
+        )
+    return original(variable, *args, **kwargs)
+
+
 @calling
 def loading(original: Any, variable: Any, value: Any) -> Any:
     """Variable.assign: each device's part is read from a file by itself."""
+    _use(variable)
     is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
     if not is_alike or not isinstance(variable._value, values.SpreadVariable) or in_stateless_scope():
         return original(variable, value)
@@ -224,8 +292,7 @@ def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
     distribution = next((found for v in variables if (found := variable_record.of(v).distribution) is not None), None)
     if distribution is None or (optimizer.built and all(map(_is_spread, optimizer.variables))):
         return
-    # Not on DTensor's device, where a step is traced.
-    with tf.init_scope(), tf.device("CPU:0"):
+    with _off_mesh():
         if not optimizer.built:
             optimizer.build(variables)
         variable_record.note_slots(optimizer)
@@ -236,7 +303,7 @@ def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
 
 def placed_under(model: Any) -> UnidistDistribution | None:
     """The distribution on which the model is, or None where it is on one device."""
-    found: UnidistDistribution | None = model_record.of(model).told
+    found = _told(model)
     return found if found is not None and is_placed(model) else None
 
 

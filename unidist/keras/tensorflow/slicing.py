@@ -36,6 +36,17 @@ def on(mesh: dtensor.Mesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
+@calling
+def capturing(original: Any, self: Any, graph: Any, tensor: Any, name: Any = None) -> Any:
+    """Wraps how a program takes a tensor from outside: one that is on no mesh becomes a constant of it."""
+    is_outside = isinstance(tensor, tf.__internal__.EagerTensor) and tensor.dtype not in (tf.resource, tf.variant)
+    if _mesh.get() is None or not is_outside:
+        return original(self, graph, tensor, name)
+    with tf.init_scope():
+        known = None if values.is_spread(tensor) else tensor.numpy()
+    return original(self, graph, tensor, name) if known is None else tf.constant(known)
+
+
 def mesh_here() -> dtensor.Mesh | None:
     """The mesh on which this thread computes."""
     return _mesh.get()

@@ -27,7 +27,14 @@ from unidist.keras.records import model_record
 from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow import compiled, parts, pinning, placing, slicing, values, worlds
 
-_NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList")
+_NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList|error: 'tf\.")
+# What to do instead of an op that DTensor has not at all.
+_INSTEAD = {
+    r"Random|Multinomial|ParameterizedTruncatedNormal": "draw by keras.random with a keras.random.SeedGenerator",
+    r"TensorList|While|If": "write the loop out in Python, or use keras.ops of whole tensors",
+    r"String|AsString|Hash|Lookup|SparseCross|Regex": "look up and cross strings in the data, by dataset.map",
+    r"PyFunc|EagerPyFunc": "compute it by keras.ops or TensorFlow's own operations",
+}
 
 
 @contextlib.contextmanager
@@ -50,11 +57,25 @@ def building(original: Any, self: Any, iterator: Any = None, data_batch: Any = N
     distribution = placing.distribution_of(self)
     if distribution is None:
         return original(self, iterator=iterator, data_batch=data_batch)
+    items = getattr(iterator.data_adapter, "py_dataset", None) if iterator is not None else None
+    if items is not None and not parts.are_given(distribution):
+        # An epoch would begin and end, which a PyDataset may count.
+        iterator, before = None, seeds.state()
+        data_batch = items[0] if isinstance(items[0], list | tuple) else (items[0],)
+        seeds.restore(before)
     if iterator is not None:
         iterator = _undrawn(to_build(iterator, functools.partial(parts.rows_of_counts, distribution)))
     if data_batch is not None:
         data_batch = tree.map_structure(lambda leaf: leaf if leaf is None else np.asarray(leaf), data_batch)
-    return self._symbolic_build(iterator=iterator, data_batch=data_batch)
+    try:
+        return self._symbolic_build(iterator=iterator, data_batch=data_batch)
+    except ValueError as error:
+        if "unknown rank" not in str(error):
+            raise
+        raise CapabilityError(
+            f"a loss, metric or layer gives a result without a known shape ({error}), as tf.numpy_function and "
+            "tf.py_function do, which DTensor cannot lay out: compute it by keras.ops or TensorFlow's own operations"
+        ) from error
 
 
 def _undrawn(steps: Iterator[Any]) -> Iterator[Any]:
@@ -229,11 +250,12 @@ def _without_rule(error: Exception, model: Any) -> CapabilityError | None:
     names = [layer.name for layer in model._flatten_layers() if re.search(rf"\b{re.escape(layer.name)}\b", text)]
     where = f"layer {names[-1]!r}" if names else f"model {model.name!r}"
     op = node.group(1) if node else "an op"
+    instead = next((do for ops, do in _INSTEAD.items() if re.match(ops, op)), "leave this layer's variables replicated")
     # Of no use for an op that has a rule, which refuses what it is given.
     whole = f"let every device compute it whole: set {REPLICATED}{op.upper()}=1 before TensorFlow runs; or "
     return CapabilityError(
-        f"{where}: DTensor cannot run {op} on shards ({text.strip().splitlines()[0][:300]}). Leave this layer's "
-        f"variables replicated, or {whole if 'does not implement' in text else ''}use torch or jax"
+        f"{where}: DTensor cannot run {op} on shards ({text.strip().splitlines()[0][:300]}). Either {instead}; or "
+        f"{whole if 'does not implement' in text else ''}use torch or jax"
     )
 
 

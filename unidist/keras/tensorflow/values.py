@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist.backends.protocol import Array
+from unidist.errors import CapabilityError
 from unidist.keras.lazy_values import Stored
 from unidist.keras.patching.compat import in_stateless_scope
 from unidist.keras.patching.patches import calling
@@ -69,6 +70,11 @@ def on_host(x: Any) -> Any:
                 whole = dtensor.relayout(value, replicated(layout.mesh, len(value.shape)))
 
         def spread(gradient: Any) -> Any:
+            if tf.is_symbolic_tensor(gradient):
+                raise CapabilityError(
+                    "a gradient through a model over DTensor is traced, as tape.jacobian and batch_jacobian do: give "
+                    "them experimental_use_pfor=False, or call tape.gradient for each output"
+                )
             return put(gradient, layout)
 
         return tf.identity(dtensor.unpack(whole)[0]), spread

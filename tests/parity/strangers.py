@@ -1,0 +1,140 @@
+"""Programs on TensorFlow that use what the model that trains does not have: variables, tensors, layers, epochs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Result = dict[str, Any]
+
+
+def _data(rows: int = 24) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 6)).astype("float32"), rng.normal(size=(rows, 1)).astype("float32")
+
+
+def _layers() -> list[Any]:
+    import keras
+
+    return [keras.Input((6,)), keras.layers.Dense(8, "tanh", name="hidden"), keras.layers.Dense(1)]
+
+
+def _scope(distributed: bool) -> Any:
+    import keras
+
+    import unidist
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    return unidist.DataParallel(zero=3).scope() if distributed else contextlib.nullcontext()
+
+
+def _told(model: Any, **more: Any) -> Result:
+    return {**more, **{f"w{k}": np.asarray(w) for k, w in enumerate(model.get_weights())}}
+
+
+def _stepping(change: Callable[[Any, Any], Any], distributed: bool) -> Result:
+    """A model whose step changes its inputs first."""
+    import keras
+    import tensorflow as tf
+
+    class Stepping(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step((change(self, data[0]), data[1]))
+
+    with _scope(distributed):
+        model = Stepping(_layers())
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.held = [tf.Variable(0.0, trainable=False)]
+    x, y = _data()
+    return _told(model, loss=model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"])
+
+
+def unseeded(distributed: bool) -> Result:
+    """Keras's own seed is made by the step that draws first, and goes on outside of it."""
+    import keras
+    import tensorflow as tf
+
+    found = _stepping(lambda _, x: x + 0.1 * keras.random.normal(tf.shape(x)), distributed)
+    return {**found, "after": np.asarray(keras.random.uniform((3,)))}
+
+
+def counted_elsewhere(distributed: bool) -> Result:
+    """A metric and a variable of Keras's that no model has."""
+    import keras
+    import tensorflow as tf
+
+    mean, count = keras.metrics.Mean(), keras.Variable(0.0)
+
+    def change(_: Any, x: Any) -> Any:
+        mean.update_state(tf.reduce_mean(x, axis=1))
+        count.assign_add(1.0)
+        return x * tf.cast(count, "float32")
+
+    found = _stepping(change, distributed)
+    return {**found, "mean": float(mean.result()), "count": np.asarray(count)}
+
+
+def held_elsewhere(distributed: bool) -> Result:
+    """A tensor that a function holds, too large to be a constant by TensorFlow's own rule."""
+    import tensorflow as tf
+
+    wide = tf.random.stateless_normal((6, 60), seed=(1, 2))
+    return _stepping(lambda _, x: x + 0.1 * tf.matmul(tf.matmul(x, wide), wide, transpose_b=True), distributed)
+
+
+def made_of_its_layers(distributed: bool) -> Result:
+    """Outputs of a layer, by a new model that is made behind the strategy."""
+    import keras
+
+    with _scope(distributed):
+        model = keras.Sequential(_layers())
+        model.compile("sgd", "mse")
+    x, y = _data()
+    model.fit(x, y, batch_size=8, verbose=0)
+    part = keras.Model(model.inputs, model.get_layer("hidden").output)
+    return {"predicted": part.predict(x, verbose=0), "called": np.asarray(part(x))}
+
+
+def epochs_are_counted(distributed: bool) -> Result:
+    """The data say how many epochs have ended, as soon as threads of their own prepare it."""
+    import keras
+
+    x, y = _data()
+
+    class Counting(keras.utils.PyDataset):
+        epoch = 0
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            rows = slice(8 * index, 8 * index + 8)
+            return x[rows], y[rows] + self.epoch
+
+        def on_epoch_end(self) -> None:
+            self.epoch += 1
+
+    with _scope(distributed):
+        model = keras.Sequential(_layers())
+        model.compile("sgd", "mse")
+    data = Counting(workers=2, use_multiprocessing=False)
+    return _told(model, loss=model.fit(data, epochs=3, shuffle=False, verbose=0).history["loss"])
+
+
+def written_by_each() -> tuple[str, str]:
+    """What a step that writes a variable of TensorFlow's raises."""
+    import unidist
+
+    def change(model: Any, x: Any) -> Any:
+        model.held[0].assign_add(1.0)
+        return x
+
+    try:
+        _stepping(change, True)
+    except unidist.UnidistError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
