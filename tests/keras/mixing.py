@@ -134,6 +134,13 @@ class Counting(layers.Layer):
         return x * ops.cast(ops.shape(x)[0], x.dtype) / BATCH
 
 
+class Deciding(layers.Layer):
+    """All rows together decide what becomes of each."""
+
+    def call(self, x: Any) -> Any:
+        return ops.where(ops.sum(x) > 0, x, 0.5 * x)
+
+
 class Sampling(layers.Layer):
     """Noise for each row, as of a variational autoencoder."""
 
@@ -289,6 +296,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "experts": (lambda: _stack(Experts), alone, {"stack/experts"}),
     "summing": (lambda: _stack(Summing), alone, {"stack/summing"}),
     "counting": (lambda: _stack(Counting), alone, {"stack/counting"}),
+    "deciding": (lambda: _stack(Deciding), alone, {"stack/deciding"}),
     "batch": (_of_a_batch, alone, {"stack/sorted"}),
     "operations": (_centred_by_operations, alone, {"mean"}),
     "filtering": (_filtering, alone, {"tensordot"}),

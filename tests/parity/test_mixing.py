@@ -22,10 +22,10 @@ CASES = (
 # Over Horovod with Keras on TensorFlow losses see whole batches, and what halves their rows is refused.
 # The others are known and tried by what torch knows them by, above.
 ON_TENSORFLOW = unless_all(
-    ("experts", "operations", "own", "penalty", "functions", "summing", "counting", "batch"),
+    ("experts", "operations", "own", "penalty", "functions", "summing", "counting", "deciding", "batch"),
     (
         *("center", "neighbour", "experts", "operations", "own", "penalty", "functions", "time", "helper"),
-        *("summing", "counting", "batch"),
+        *("summing", "counting", "deciding", "batch"),
     ),
 )
 FIRST = ("sim-torch", "dp", 0)

@@ -191,8 +191,8 @@ def _made_up(x: Tensor, draw: np.random.Generator, has_rows: bool) -> Tensor:
 
 
 def _changes(given: Any, rowed: list[bool], row: int) -> Iterator[Any]:
-    """The arguments with another row: other numbers, and NaN where there is NaN."""
-    for value in (1e3, float("nan")):
+    """The arguments with another row: numbers far off to both sides, and NaN where there is NaN."""
+    for value in (1e3, -1e3, float("nan")):
         flat = [_with(x, row, value) if has else x for x, has in zip(tree.flatten(given), rowed, strict=True)]
         yield tree.pack_sequence_as(given, flat)
 
