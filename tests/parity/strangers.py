@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 Result = dict[str, Any]
 
@@ -123,6 +124,29 @@ def epochs_are_counted(distributed: bool) -> Result:
         model.compile("sgd", "mse")
     data = Counting(workers=2, use_multiprocessing=False)
     return _told(model, loss=model.fit(data, epochs=3, shuffle=False, verbose=0).history["loss"])
+
+
+def differentiated(distributed: bool) -> Result:
+    """Jacobians of a model by TensorFlow's tape, which traces gradients if it may."""
+    import keras
+    import tensorflow as tf
+
+    import unidist
+
+    with _scope(distributed):
+        model = keras.Sequential(_layers())
+        model.compile("sgd", "mse")
+    x, y = _data()
+    model.fit(x, y, batch_size=8, verbose=0)
+    given = tf.constant(x[:4])
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(given)
+        predicted = model(given)
+    if distributed:
+        with pytest.raises(unidist.CapabilityError, match="experimental_use_pfor=False"):
+            tape.batch_jacobian(predicted, given)
+    found = np.asarray(tape.gradient(predicted, given))
+    return {"found": found, "by rows": np.asarray(tape.batch_jacobian(predicted, given, experimental_use_pfor=False))}
 
 
 def written_by_each() -> tuple[str, str]:

@@ -60,7 +60,11 @@ def test_outside_of_steps_variables_are_one_devices(program: str, setting: str, 
 
 
 @pytest.mark.parametrize(
-    "program", ["unseeded", "counted_elsewhere", "held_elsewhere", "made_of_its_layers", "epochs_are_counted"]
+    "program",
+    [
+        *("unseeded", "counted_elsewhere", "held_elsewhere", "made_of_its_layers", "epochs_are_counted"),
+        "differentiated",
+    ],
 )
 def test_what_the_model_does_not_have(program: str, alone: Alone, worlds: Worlds) -> None:
     (wanted,) = alone.world("tensorflow").call(f"tests.parity.strangers:{program}", False)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from unidist.errors import UnidistError
 from unidist.keras.consistency import agreement
 from unidist.keras.consistency.agreement import Peers
 from unidist.keras.consistency.processes import Processes, taking_part
 from unidist.keras.patching import patches
 from unidist.keras.patching.compat import tree
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.records import model_record
 from unidist.keras.writers import by_one
 
@@ -72,3 +74,21 @@ def _rows(given: dict[str, Any], name: str) -> int | None:
     if not lengths:
         return None
     return int(lengths[0] if name.endswith("_on_batch") else min(lengths[0], given.get("batch_size") or 32))
+
+
+def hook_of_errors() -> Hook:
+    """Keeps the class of an error of unidist's that passes through code which TensorFlow has converted.
+
+    TensorFlow makes a StagingError of what it does not know.
+    """
+
+    @calling
+    def create_exception(original: Any, self: Any, source_error: Exception) -> Any:
+        if not isinstance(source_error, UnidistError):
+            return original(self, source_error)
+        found = copy.copy(source_error)
+        found.args = (self.get_message(),)
+        return found
+
+    where = "tensorflow.python.autograph.impl.api:_ErrorMetadata"
+    return Hook(where, "create_exception", create_exception, "errors of unidist's keep their class")

@@ -56,6 +56,7 @@ def _of_distribution() -> Iterator[Hook]:
 
 def _of_trainers() -> Iterator[Hook]:
     yield from trainer_entry.hooks(TensorFlowTrainer, placing.distribution_of, trainer.entering)
+    yield trainer_entry.hook_of_errors()
     building = "models are built under their distribution"
     yield Hook(TensorFlowTrainer, "_maybe_symbolic_build", trainer.building, building)
     for kind in ("train", "test", "predict"):

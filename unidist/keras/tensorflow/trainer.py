@@ -31,9 +31,10 @@ _NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTenso
 # What to do instead of an op that DTensor has not at all.
 _INSTEAD = {
     r"Random|Multinomial|ParameterizedTruncatedNormal": "draw by keras.random with a keras.random.SeedGenerator",
-    r"TensorList|While|If": "write the loop out in Python, or use keras.ops of whole tensors",
+    r"(Empty)?TensorList|While|If": "write the loop out in Python, or use keras.ops of whole tensors",
     r"String|AsString|Hash|Lookup|SparseCross|Regex": "look up and cross strings in the data, by dataset.map",
     r"PyFunc|EagerPyFunc": "compute it by keras.ops or TensorFlow's own operations",
+    r"an op": "return what is to be read from the step, and read it in a callback",
 }
 
 
@@ -286,7 +287,15 @@ def _is_host(args: Any, kwargs: Any) -> bool:
 
 
 def _packed(leaf: Any, distribution: UnidistDistribution) -> Any:
-    return pack(leaf, distribution) if isinstance(leaf, np.ndarray | tf.Tensor) else leaf
+    """Puts an array on the mesh; the gradient of a tensor is gathered again."""
+    if not isinstance(leaf, tf.Tensor):
+        return pack(leaf, distribution) if isinstance(leaf, np.ndarray) else leaf
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+    def put(x: Any) -> tuple[Any, Any]:
+        return pack(x, distribution), values.on_host
+
+    return put(leaf)
 
 
 @calling

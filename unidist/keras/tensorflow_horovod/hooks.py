@@ -44,6 +44,7 @@ def table() -> Table:
 
 def _of_training() -> Iterator[Hook]:
     yield from trainer_entry.hooks(TensorFlowTrainer, _engine_outside_of_sessions, _entering)
+    yield trainer_entry.hook_of_errors()
     # A LossScaleOptimizer looks at the gradients before it asks the one it holds: all ranks must see the same.
     for optimizer in (BaseOptimizer, LossScaleOptimizer):
         yield Hook(optimizer, "apply", _of_all_ranks, "gradients are averaged over the ranks")
