@@ -149,6 +149,23 @@ def differentiated(distributed: bool) -> Result:
     return {"found": found, "by rows": np.asarray(tape.batch_jacobian(predicted, given, experimental_use_pfor=False))}
 
 
+def cropped() -> tuple[str, str]:
+    """What a slice between drawn numbers raises, of which DTensor takes nothing."""
+    import keras
+
+    import unidist
+
+    with _scope(True):
+        ends = [keras.layers.Conv2D(2, 3), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.RandomCrop(6, 6, seed=7), *ends])
+        model.compile("sgd", "mse")
+    try:
+        model.fit(np.ones((8, 8, 8, 3)), np.ones((8, 1)), batch_size=8, verbose=0)
+    except unidist.UnidistError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
 def written_by_each() -> tuple[str, str]:
     """What a step that writes a variable of TensorFlow's raises."""
     import unidist

@@ -72,11 +72,18 @@ def test_what_the_model_does_not_have(program: str, alone: Alone, worlds: Worlds
         assert_same_values(found, wanted)
 
 
-def test_a_variable_that_each_device_would_write_is_refused(worlds: Worlds) -> None:
-    for kind, text in worlds.get("tensorflow-4").call("tests.parity.strangers:written_by_each"):
+@pytest.mark.parametrize(
+    ("program", "what", "instead"),
+    [
+        ("written_by_each", "a step writes the tf.Variable", "self.add_weight"),
+        ("cropped", "a slice between numbers that a step computes", "by dataset.map"),
+    ],
+)
+def test_what_dtensor_would_do_wrong_is_refused(program: str, what: str, instead: str, worlds: Worlds) -> None:
+    for kind, text in worlds.get("tensorflow-4").call(f"tests.parity.strangers:{program}"):
         assert kind == "CapabilityError"
-        assert "a step writes the tf.Variable" in text
-        assert "self.add_weight" in text
+        assert what in text
+        assert instead in text
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras import tree
 from tensorflow.experimental import dtensor
 
+from unidist.errors import CapabilityError
 from unidist.keras.layer_facts import is_of_keras
 from unidist.keras.patching.compat import Trainer, get_keras_mask, set_keras_mask
 from unidist.keras.patching.patches import calling
@@ -160,6 +161,9 @@ def slicing(original: Any, input_: Any, begin: Any, end: Any, strides: Any = Non
     """Wraps tf.strided_slice, by which a tensor is indexed.
 
     On a mesh it works on whole values where shards will not do. New axes are added afterwards.
+
+    Raises:
+        CapabilityError: how much is taken is known in the step alone: DTensor takes something else.
     """
     mesh = _mesh.get()
     if mesh is None or args or not isinstance(input_, tf.Tensor) or input_.shape.rank is None:
@@ -179,6 +183,11 @@ def slicing(original: Any, input_: Any, begin: Any, end: Any, strides: Any = Non
             shrink_axis_mask=core.shrink_axis_mask,
             name=options.get("name"),
         )
+        if input_.shape.is_fully_defined() and not x.shape.is_fully_defined():
+            raise CapabilityError(
+                "a slice between numbers that a step computes, as RandomCrop's: DTensor must know its size before. Do "
+                "it in the data, by dataset.map, or use torch or jax"
+            )
     for place in asked.new_axes(input_.shape.rank):
         x = tf.expand_dims(x, place)
     return x
