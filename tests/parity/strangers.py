@@ -166,6 +166,33 @@ def cropped() -> tuple[str, str]:
     return "nothing", ""
 
 
+def by_inputs(distributed: bool) -> Result:
+    """A step whose loss has derivatives of the model by its inputs."""
+    import keras
+    import tensorflow as tf
+
+    import unidist
+
+    class Physical(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            x, _ = data
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    found = self(x, training=True)
+                slope = inner.gradient(found, x)
+                loss = tf.reduce_mean(tf.square(tf.reduce_sum(slope, axis=1, keepdims=True) + found - 1.0))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
+
+    _scope(False)
+    with unidist.DataParallel().scope() if distributed else contextlib.nullcontext():
+        model = Physical(_layers())
+        model.compile(keras.optimizers.SGD(0.1))
+    x, y = _data()
+    return _told(model, loss=model.fit(x, y, batch_size=7, epochs=2, verbose=0).history["loss"])
+
+
 def written_by_each() -> tuple[str, str]:
     """What a step that writes a variable of TensorFlow's raises."""
     import unidist

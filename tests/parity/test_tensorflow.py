@@ -72,6 +72,13 @@ def test_what_the_model_does_not_have(program: str, alone: Alone, worlds: Worlds
         assert_same_values(found, wanted)
 
 
+@pytest.mark.parametrize("setting", ["tensorflow-4", "horovod-2-tensorflow"])
+def test_a_step_may_derive_by_its_inputs(setting: str, alone: Alone, worlds: Worlds) -> None:
+    (wanted,) = alone.world("tensorflow").call("tests.parity.strangers:by_inputs", False)
+    for found in worlds.get(setting).call("tests.parity.strangers:by_inputs", True):
+        assert_same_values(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("program", "what", "instead"),
     [

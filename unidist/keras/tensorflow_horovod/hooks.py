@@ -119,7 +119,7 @@ def _reduced(here: engine.Engine, grads: list[Any], variables: list[Any]) -> lis
 
 
 def _gradient(original: Any, self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-    """A tape's gradients of a model's weights, in a step of the user's own: it may look at them."""
+    """A tape's gradients of a model's weights and inputs: a step of the user's own may look at them."""
     found = original(self, target, sources, *args, **kwargs)
     here = engine.current()
     if here is None or here.in_call or not overrides(here.model, "train_step"):
@@ -132,6 +132,9 @@ def _gradient(original: Any, self: Any, target: Any, sources: Any, *args: Any, *
     for k, grad in zip(of, reduced, strict=True):
         setattr(grad, _REDUCED, True)
         grads[k] = grad
+    for k, grad in enumerate(grads):  # of inputs: each rank has its own rows', `count` times
+        if k not in of and tf.is_tensor(grad) and grad.dtype.is_floating:
+            grads[k] = here.traced.joined(grad)
     return tf.nest.pack_sequence_as(sources, grads)
 
 

@@ -143,6 +143,15 @@ class Traced:
 
         return self._called(move, what, [x], x.dtype, x.shape)
 
+    def joined(self, x: Tensor) -> Tensor:
+        """The mean over the ranks, whose gradient counts on each: see `join_rows`."""
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def join(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            return self.mean(value, "gradient"), lambda gradient: gradient
+
+        return join(x)
+
     def mean_of_shares(self, value: Tensor, share: Tensor) -> Tensor:
         """The sum over the ranks of what each counts by its share of the rows."""
         value = tf.convert_to_tensor(value)
