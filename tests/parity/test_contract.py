@@ -107,7 +107,6 @@ PROGRAMS = [
 # To trace a step of four processes takes longest.
 FEW_PROGRAMS = [
     ("torch-2", "dp", 26),
-    ("torch-4", "2x2", 10),
     ("torch-1", "dp", 15),
     ("torch-4", "2x2", 20),
     ("torch-2", "dp", 30),

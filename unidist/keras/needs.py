@@ -68,6 +68,7 @@ def of_scaled_losses(model: Any) -> bool:
 draws = of_layers(lambda layer: bool(getattr(layer, "_seed_generators", None)))
 recomputes = of_layers(lambda layer: getattr(layer, "_remat_mode", None) is not None)
 convolves = of_layers(lambda layer: isinstance(layer, BaseConv))
+pools = of_kinds(*(f"{kind}MaxPooling{n}D" for kind in ("", "Adaptive") for n in (1, 2, 3)))
 of_signals = of_kinds("FNetEncoder", "STFTSpectrogram", "MelSpectrogram")
 of_images = of_layers(lambda layer: type(layer).__module__.startswith(f"{INSIDE}layers.preprocessing"))
 

@@ -12,9 +12,9 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
+from unidist.keras import needs
 from unidist.keras.jax import layouts, placing
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.strategies.distribution import adopt
@@ -26,8 +26,8 @@ Whole = tuple[list[Dims], Dims]
 
 def hooks() -> Iterator[Hook]:
     """Each gives the primitive whole dims. jnp's functions bind them."""
-    for primitive, dims, why in _TABLE:
-        yield Hook(primitive, "bind", _with_whole(dims), why)
+    for primitive, dims, why, needed in _TABLE:
+        yield Hook(f"jax.lax:{primitive}", "bind", _with_whole(dims), why, needed=needed)
 
 
 def _with_whole(dims_of: Callable[[Any, Any, Any], Whole]) -> Callable[..., Any]:
@@ -65,6 +65,8 @@ def _whole_along(mesh: Any, array: Any, dims: Dims) -> Any:
 
 def _in_order(array: Any) -> Any:
     """The last dim's numbers lie side by side: what was gathered along it would lie otherwise."""
+    from jax.experimental.layout import Layout, with_layout_constraint
+
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
@@ -117,13 +119,12 @@ def _pooled(operands: Any, params: Any, mesh: Any) -> Whole:
     return [dims, dims], dims
 
 
-_lax: Any = jax.lax
-_ONE_PLACE = (_lax.scatter_p, _lax.scatter_mul_p, _lax.scatter_min_p, _lax.scatter_max_p)
-_OF_MAXIMA = (_lax.select_and_gather_add_p, _lax.select_and_scatter_add_p)
+_ONE_PLACE = ("scatter_p", "scatter_mul_p", "scatter_min_p", "scatter_max_p")
+_OF_MAXIMA = ("select_and_gather_add_p", "select_and_scatter_add_p")
 _TABLE = (
-    (_lax.sort_p, _sorted, "rows that do not divide are sorted whole"),
-    (_lax.fft_p, _transformed, "what is transformed is whole along those dims"),
-    (_lax.conv_general_dilated_p, _convolved, "places are convolved whole where kernels are cut"),
-    *((primitive, _written, "one place is written into whole dims") for primitive in _ONE_PLACE),
-    *((primitive, _pooled, "windows are whole where their maximum is derived") for primitive in _OF_MAXIMA),
+    ("sort_p", _sorted, "rows that do not divide are sorted whole", needs.own_code),
+    ("fft_p", _transformed, "what is transformed is whole along those dims", needs.of_signals),
+    ("conv_general_dilated_p", _convolved, "places are convolved whole where kernels are cut", needs.convolves),
+    *((name, _written, "one place is written into whole dims", needs.own_code) for name in _ONE_PLACE),
+    *((name, _pooled, "windows are whole where their maximum is derived", needs.pools) for name in _OF_MAXIMA),
 )
