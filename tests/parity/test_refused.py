@@ -19,7 +19,6 @@ ON_TENSORFLOW = {
     "axis of experts": r"an axis of experts \('expert',\)",
     "remat": "remat='block'",
     "offload": "offload='states'",
-    "exact_random": "exact_random=True",
     "per_tensor_rows": "per_tensor_rows=True",
 }
 REFUSED = {
@@ -28,7 +27,7 @@ REFUSED = {
     "tensorflow": ON_TENSORFLOW,
 }
 # DTensor refuses rows that two axes cut as a model is trained: tests/parity/test_replicas.py.
-OVER_HOROVOD = {"replicas": "zero=1"}
+OVER_HOROVOD = {"replicas": "zero=1", "exact_random": "exact_random=True"}
 PLACES = ["sim-torch", "torch-2", "horovod-2", "sim-jax", "sim-tensorflow", "tensorflow-4", "horovod-2-tensorflow"]
 
 

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from tensorflow.core.function.capture.capture_container import FunctionCaptures
 from tensorflow.python.ops import array_ops, gen_math_ops
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from unidist.keras import active_distribution, distribution_lib, trainer_entry
 from unidist.keras import saving as keras_saving
 from unidist.keras.consistency.processes import Processes
+from unidist.keras.needs import own_code
 from unidist.keras.patching.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
 from unidist.keras.patching.compat import tensorflow_core as keras_core
 from unidist.keras.patching.compat import tensorflow_distribution_lib as keras_distribution_lib
@@ -25,6 +24,9 @@ from unidist.keras.patching.patches import Hook, Table, by
 from unidist.keras.saving import agree_on_room
 from unidist.keras.strategies import distribution as distributions
 from unidist.keras.tensorflow import parts, pinning, placing, slicing, trainer, values, worlds
+
+_CAPTURES = "tensorflow.core.function.capture.capture_container:FunctionCaptures"
+_VARIABLE = "tensorflow.python.ops.resource_variable_ops:ResourceVariable"
 
 
 def table() -> Table:
@@ -37,7 +39,7 @@ def table() -> Table:
             Hook(array_ops, "strided_slice", slicing.slicing, "slices of what is cut are gathered"),
             Hook(gen_math_ops, "select_v2", slicing.selecting, "one condition is spread over what it chooses from"),
             Hook(keras.losses.Loss, "__call__", slicing.losing, "losses of the user's own are given whole batches"),
-            Hook(FunctionCaptures, "capture_by_value", slicing.capturing, "tensors on no mesh are constants"),
+            Hook(_CAPTURES, "capture_by_value", slicing.capturing, "tensors on no mesh are constants", needed=own_code),
             Hook(array_ops, "scatter_nd", slicing.scattering, "what is scattered is gathered"),
             *keras_saving.hooks_of_saving(holding, gathered),
             *keras_saving.hooks_of_loading(holding),
@@ -67,8 +69,9 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(keras_core.Variable, "_initialize", placing.initializing, "large variables rest in parts")
     yield Hook(keras_core.Variable, "assign", placing.loading, "a device's part is read from a file by itself")
     yield Hook(keras_core.Variable, "value", placing.using, "what no model has is on the mesh of the step that uses it")
+    plain = "each device would write a variable of TensorFlow's"
     for name in ("assign", "assign_add", "assign_sub"):
-        yield Hook(ResourceVariable, name, placing.writing, "each device would write a variable of TensorFlow's")
+        yield Hook(_VARIABLE, name, placing.writing, plain, needed=own_code)
     for operator in values.OPERATORS:
         yield Hook(keras_core.Variable, operator, values.operating, "outside of steps variables are read on the host")
     yield Hook(keras_core, "scatter", values.scattering, "DTensor has no scatter of its own")

@@ -23,8 +23,8 @@ from keras import tree
 from tensorflow.dtensor.python.layout import MATCH
 from tensorflow.experimental import dtensor
 from tensorflow.python.ops import gen_array_ops, gen_nn_ops
-from tensorflow.python.ops import gen_stateless_random_ops_v2 as drawing
 
+from unidist.keras.needs import draws
 from unidist.keras.patching.compat import RNN, tensorflow_math, tensorflow_numpy
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.tensorflow import slicing, values
@@ -34,6 +34,7 @@ from unidist.keras.tensorflow.values import U
 _OF_SEGMENTS = ("segment_sum", "segment_max", "segment_min", "segment_prod")
 # The second ones are transposed convolutions.
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv2d_backprop_input", "conv3d_backprop_input_v2")
+_DRAWING = "tensorflow.python.ops.gen_stateless_random_ops_v2:"
 _DRAWN = (
     *("stateless_random_normal_v2", "stateless_truncated_normal_v2", "stateless_random_uniform_v2"),
     *("stateless_random_uniform_int_v2", "stateless_random_uniform_full_int_v2"),
@@ -59,7 +60,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(tensorflow_numpy, "take_along_axis", _taking_along, "what is taken along an axis is whole"),
         Hook(gen_array_ops, "unpack", _unpacking, "steps of a sequence are whole"),
         *(Hook(gen_nn_ops, name, _convolving, "gradients of convolutions are laid as these") for name in _CONVOLUTIONS),
-        *(Hook(drawing, name, _drawing, "random numbers are one device's") for name in _DRAWN),
+        *(Hook(_DRAWING, name, _drawing, "random numbers are one device's", needed=draws) for name in _DRAWN),
         Hook(RNN, "inner_loop", _looping, "masks of sequences that are read backwards"),
     )
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from unidist.algebra import Layout
 from unidist.array import as_layout
@@ -247,7 +246,7 @@ def using(original: property) -> property:
 
 
 def _is_plain(x: Any) -> bool:
-    return isinstance(x, ResourceVariable) and not isinstance(x, dtensor.DVariable)
+    return isinstance(x, tf.Variable) and not isinstance(x, dtensor.DVariable)
 
 
 def _use(variable: Any) -> None:
