@@ -141,6 +141,23 @@ class Deciding(layers.Layer):
         return ops.where(ops.sum(x) > 0, x, 0.5 * x)
 
 
+class Measuring(layers.Layer):
+    """Keeps numbers of the rows that its result does not have."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.size, self.rows = keras.metrics.Mean(name="size"), keras.metrics.Sum(name="rows")
+
+    def build(self, shape: Any) -> None:
+        self.largest = self.add_weight(shape=(), initializer="zeros", trainable=False, name="largest")
+
+    def call(self, x: Any) -> Any:
+        self.size.update_state(ops.mean(ops.abs(x)))
+        self.rows.update_state(ops.ones_like(x[:, 0]))
+        self.largest.assign(ops.maximum(self.largest, ops.max(x)))
+        return x
+
+
 class Sampling(layers.Layer):
     """Noise for each row, as of a variational autoencoder."""
 
@@ -297,6 +314,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "summing": (lambda: _stack(Summing), alone, {"stack/summing"}),
     "counting": (lambda: _stack(Counting), alone, {"stack/counting"}),
     "deciding": (lambda: _stack(Deciding), alone, {"stack/deciding"}),
+    "measuring": (lambda: _stack(Measuring), alone, {"stack/measuring"}),
     "batch": (_of_a_batch, alone, {"stack/sorted"}),
     "operations": (_centred_by_operations, alone, {"mean"}),
     "filtering": (_filtering, alone, {"tensordot"}),

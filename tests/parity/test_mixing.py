@@ -22,10 +22,10 @@ CASES = (
 # Over Horovod with Keras on TensorFlow losses see whole batches, and what halves their rows is refused.
 # The others are known and tried by what torch knows them by, above.
 ON_TENSORFLOW = unless_all(
-    ("experts", "operations", "own", "penalty", "functions", "summing", "counting", "deciding", "batch"),
+    ("experts", "operations", "own", "penalty", "functions", "summing", "counting", "deciding", "batch", "measuring"),
     (
         *("center", "neighbour", "experts", "operations", "own", "penalty", "functions", "time", "helper"),
-        *("summing", "counting", "deciding", "batch"),
+        *("summing", "counting", "deciding", "batch", "measuring"),
     ),
 )
 FIRST = ("sim-torch", "dp", 0)

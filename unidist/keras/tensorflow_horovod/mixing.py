@@ -148,7 +148,7 @@ Tensor = Any  # tf.Tensor; TensorFlow has no types
 def looks_at_other_rows(call: Callable[..., Any], args: Any, kwargs: Any, has_rows: Callable[[Tensor], bool]) -> bool:
     """Returns whether a result's row depends on another row or on their number, or the call adds a loss.
 
-    A loss may be of any row.
+    A loss may be of any row. What the call writes into variables, as of metrics, is a result of all rows.
 
     It runs outside of the program that is traced, and changes no variable. A call that fails on made-up rows counts as
     one that looks.
@@ -176,7 +176,9 @@ def looks_at_other_rows(call: Callable[..., Any], args: Any, kwargs: Any, has_ro
 def _called(call: Callable[..., Any], given: tuple[Any, Any]) -> list[Any] | None:
     with StatelessScope(collect_losses=True) as scope:
         found = call(*given[0], **given[1])
-    return None if scope.losses else [np.asarray(x) for x in tree.flatten(found) if tf.is_tensor(x)]
+    # What it writes into variables has no rows, as long as it may be.
+    written = [np.asarray(value)[np.newaxis] for value in scope.state_mapping.values()]
+    return None if scope.losses else [*(np.asarray(x) for x in tree.flatten(found) if tf.is_tensor(x)), *written]
 
 
 def _made_up(x: Tensor, draw: np.random.Generator, has_rows: bool) -> Tensor:
