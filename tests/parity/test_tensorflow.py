@@ -14,6 +14,7 @@ from tests.parity import interplay
 from tests.parity.compare import assert_same_logs, assert_same_values
 from tests.parity.train import Spec
 from tests.parity.worlds import ALONE, DATA_4, GRID, Alone, Worlds
+from tests.support.comparing import same
 from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
@@ -77,6 +78,21 @@ def test_a_step_may_derive_by_its_inputs(setting: str, alone: Alone, worlds: Wor
     (wanted,) = alone.world("tensorflow").call("tests.parity.strangers:by_inputs", False)
     for found in worlds.get(setting).call("tests.parity.strangers:by_inputs", True):
         assert_same_values(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "zero", "case"),
+    [
+        *(("horovod-2-tensorflow", "dp", 0, case) for case in ("binary", "classes", "own", "centred", "judging")),
+        *(("tensorflow-4", "2x2", 3, case) for case in unless_all(["own"], ["binary", "classes", "own", "centred"])),
+    ],
+)
+def test_crossentropies_know_the_logits_of_probabilities(
+    setting: str, kind: str, zero: int, case: str, alone: Alone, worlds: Worlds
+) -> None:
+    (wanted,) = alone.world("tensorflow").call("tests.keras.saturated:trained", None, 0, case)
+    for found in worlds.get(setting).call("tests.keras.saturated:trained", kind, zero, case):
+        same(found, wanted)
 
 
 @pytest.mark.parametrize(

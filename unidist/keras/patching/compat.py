@@ -109,6 +109,7 @@ _MOVED = {
     "JAXTrainer": ("keras.src.backend.jax.trainer:JAXTrainer", "keras.src.backend.jax.trainer:Trainer"),
     "tensorflow_core": ("keras.src.backend.tensorflow.core:", "keras.src.backend.tensorflow.ops.core:"),
     "tensorflow_math": ("keras.src.backend.tensorflow.math:", "keras.src.backend.tensorflow.ops.math:"),
+    "tensorflow_nn": ("keras.src.backend.tensorflow.nn:", "keras.src.backend.tensorflow.ops.nn:"),
     "tensorflow_numpy": ("keras.src.backend.tensorflow.numpy:", "keras.src.backend.tensorflow.ops.numpy:"),
     "TensorFlowTrainer": (
         "keras.src.backend.tensorflow.trainer:TensorFlowTrainer",

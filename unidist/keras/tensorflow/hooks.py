@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from tensorflow.python.ops import array_ops, gen_math_ops
 
-from unidist.keras import active_distribution, distribution_lib, trainer_entry
+from unidist.keras import active_distribution, distribution_lib, joined_rows, trainer_entry
 from unidist.keras import saving as keras_saving
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.needs import own_code
@@ -41,6 +41,7 @@ def table() -> Table:
             Hook(keras.losses.Loss, "__call__", slicing.losing, "losses of the user's own are given whole batches"),
             Hook(_CAPTURES, "capture_by_value", slicing.capturing, "tensors on no mesh are constants", needed=own_code),
             Hook(array_ops, "scatter_nd", slicing.scattering, "what is scattered is gathered"),
+            joined_rows.hook(),
             *keras_saving.hooks_of_saving(holding, gathered),
             *keras_saving.hooks_of_loading(holding),
         )

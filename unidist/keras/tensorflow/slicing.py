@@ -18,8 +18,9 @@ from keras import tree
 from tensorflow.experimental import dtensor
 
 from unidist.errors import CapabilityError
+from unidist.keras import joined_rows
 from unidist.keras.layer_facts import is_of_keras
-from unidist.keras.patching.compat import Trainer, get_keras_mask, set_keras_mask
+from unidist.keras.patching.compat import Trainer
 from unidist.keras.patching.patches import calling
 from unidist.keras.tensorflow import values
 
@@ -57,11 +58,7 @@ def whole(x: Any, mesh: dtensor.Mesh) -> Any:
     """A tensor of the computation, with its mask, gathered onto every device; its gradient is cut again."""
     if not isinstance(x, tf.Tensor) or x.shape.rank in (None, 0):
         return x
-    gathered = dtensor.relayout(x, values.replicated(mesh, x.shape.rank))
-    mask = get_keras_mask(x)
-    if mask is not None:
-        set_keras_mask(gathered, whole(mask, mesh))
-    return gathered
+    return joined_rows.moved(x, lambda part: dtensor.relayout(part, values.replicated(mesh, part.shape.rank)))
 
 
 def adopt_loss(model: Any) -> None:

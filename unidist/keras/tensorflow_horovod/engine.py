@@ -18,12 +18,12 @@ from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import stateful_layers
+from unidist.keras import joined_rows, stateful_layers
 from unidist.keras.consistency.agreement import Peers, stride
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.feed.lockstep import same
 from unidist.keras.layer_facts import is_container
-from unidist.keras.patching.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
+from unidist.keras.patching.compat import in_symbolic_scope, tree
 from unidist.keras.patching.layer_calls import Call, Stage, around
 from unidist.keras.patching.patches import calling
 from unidist.keras.records import model_record
@@ -119,7 +119,7 @@ class Engine:
         """
         if x.shape.rank in (None, 0):
             return False
-        return x.shape[0] is None or (tf.executing_eagerly() and x.shape[0] == int(self._computed()[1]))
+        return x.shape[0] is None or (tf.executing_eagerly() and x.shape[0] == int(self._computed(self.total)[1]))
 
     def static_total(self) -> int | None:
         """The rows of the batch, where no program is traced."""
@@ -127,18 +127,18 @@ class Engine:
 
     def gather(self, x: Any, what: str) -> Any:
         """The rows of all ranks, fanned out: gradients come back summed."""
-        return self.traced.gather_rows(self.counted(x), self.total, what)
+        return self.traced.gather_rows(self.counted(x, self.total), self.total, what)
 
-    def own_rows(self, x: Any) -> Any:
-        start, length = self._computed()
+    def own_rows(self, x: Any, total: Any) -> Any:
+        start, length = self._computed(total)
         return x[start : start + length]
 
-    def counted(self, x: Any) -> Any:
+    def counted(self, x: Any, total: Any) -> Any:
         """Returns what this rank has computed of its own rows: nothing, where the batch has none for it."""
-        return x[: tf.where(self.traced.rows(self.total)[1] > 0, tf.shape(x)[0], 0)]
+        return x[: tf.where(self.traced.rows(total)[1] > 0, tf.shape(x)[0], 0)]
 
-    def _computed(self) -> tuple[Any, Any]:
-        start, length = self.traced.rows(self.total)
+    def _computed(self, total: Any) -> tuple[Any, Any]:
+        start, length = self.traced.rows(total)
         return tf.where(length > 0, start, 0), tf.maximum(length, 1)
 
     def own_share(self) -> Any:
@@ -164,7 +164,7 @@ class Engine:
             if self.mixers is None:  # the first call of a built model
                 self.mixers = mixing.install(self, current)
             self.total = total = _row_count((args, kwargs))
-            start, length = self._computed()
+            start, length = self._computed(total)
             own_args, own_kwargs = tree.map_structure(lambda x: _cut(x, start, length), (args, kwargs))
             self.in_call = True
             try:
@@ -184,11 +184,7 @@ class Engine:
     def _whole(self, x: Any, total: Any) -> Any:
         if not tf.is_tensor(x) or x.shape.rank in (None, 0):
             raise LayoutError(f"a model that is cut over processes gives one row for each input row, found {x!r}")
-        whole = self.traced.join_rows(self.counted(x), total)
-        mask = get_keras_mask(x)
-        if mask is not None:
-            set_keras_mask(whole, self.traced.join_rows(self.counted(mask), total))
-        return whole
+        return joined_rows.moved(x, lambda own: self.traced.join_rows(self.counted(own, total), total))
 
 
 def _row_count(given: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from unidist.keras import atomic_files, numbers, own_apply, stateful_layers, trainer_entry
+from unidist.keras import atomic_files, joined_rows, numbers, own_apply, stateful_layers, trainer_entry
 from unidist.keras import saving as keras_saving
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.layer_facts import overrides
@@ -53,6 +53,7 @@ def _of_training() -> Iterator[Hook]:
     yield Hook(BatchNormalization, "_moments", calling(_moments), "batch statistics of all rows")
     yield Hook(TensorFlowTrainer, "_make_function", _until_the_end, "data may end where its length is not known")
     yield Hook(tensorflow_numpy, "take", lookups.looking_up, "ids that all ranks look up count once")
+    yield joined_rows.hook()
     yield Hook(SeedGenerator, "next", calling(_next), "random numbers differ where rows do")
     yield Hook(data_adapters, "get_data_adapter", engine.adapting, "each rank gets its rows")
     yield Hook(Layer, "losses", _adding_losses, "added losses count by a rank's share of the rows")
@@ -162,7 +163,7 @@ def _moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
     if here.is_trying:
         # Of all rows, and the same whichever row is changed.
         return tf.zeros_like(self.moving_mean), tf.ones_like(self.moving_variance)
-    own, mask = here.counted(inputs), None if mask is None else here.counted(mask)
+    own, mask = (None if x is None else here.counted(x, here.total) for x in (inputs, mask))
     return numbers.moments(own, self._reduction_axes, mask, tf.reduce_sum, here.traced.of_ranks)
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from unidist.keras import activity
+from unidist.keras import activity, joined_rows
 from unidist.keras.layer_facts import is_container, is_known, operations_of
-from unidist.keras.patching.compat import StatelessScope, get_keras_mask, in_symbolic_scope, set_keras_mask, tree
+from unidist.keras.patching.compat import StatelessScope, in_symbolic_scope, tree
 from unidist.keras.patching.layer_calls import Call, Stage, around
 
 if TYPE_CHECKING:
@@ -67,27 +67,18 @@ class Mixer:
         """The rows of all ranks of what has rows."""
         if not tf.is_tensor(x) or not self.engine.has_rows(x):
             return x
-        whole = self.engine.gather(x, f"rows of {self.name}")
-        if (mask := get_keras_mask(x)) is not None:
-            set_keras_mask(whole, self.engine.gather(mask, f"rows of {self.name}"))
-        return whole
+        return joined_rows.moved(x, lambda own: self.engine.gather(own, f"rows of {self.name}"))
 
     def _own(self, x: Any) -> Any:
         if not tf.is_tensor(x) or x.shape.rank in (None, 0) or x.shape[0] not in (None, self.engine.static_total()):
             return x
-        own = self.engine.own_rows(self._checked(x))
-        if (mask := get_keras_mask(x)) is not None:
-            set_keras_mask(own, self.engine.own_rows(mask))
-        return own
-
-    def _checked(self, x: Any) -> Any:
+        here, total = self.engine, self.engine.total
         text = (
             f"{self.name!r} looks at several rows and gives another number of them, which cannot be cut over Horovod "
             "with Keras on TensorFlow: set KERAS_BACKEND=torch, or do it in one layer that gives a row for each"
         )
-        here = self.engine
-        with tf.control_dependencies([here.traced.are_equal(tf.shape(x)[0], here.total, text)]):
-            return tf.identity(x)
+        with tf.control_dependencies([here.traced.are_equal(tf.shape(x)[0], total, text)]):
+            return joined_rows.moved(x, lambda whole: here.own_rows(whole, total))
 
 
 def install(engine: Engine, current: Callable[[], Engine | None]) -> list[Mixer]:
