@@ -193,6 +193,35 @@ def by_inputs(distributed: bool) -> Result:
     return _told(model, loss=model.fit(x, y, batch_size=7, epochs=2, verbose=0).history["loss"])
 
 
+def written_by_a_layer(distributed: bool) -> Result:
+    """What a layer writes is TensorFlow's own: numbers of all rows, and the state of a generator of noise."""
+    import keras
+    import tensorflow as tf
+
+    import unidist
+
+    class Counting(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.sums = tf.Variable(0.0, trainable=False), tf.Variable([0.0] * 8, trainable=False)
+            self.noise = tf.random.Generator.from_seed(3)
+
+        def call(self, x: Any) -> Any:
+            self.calls.assign_add(1.0)
+            self.sums.scatter_nd_add([[0]], tf.reduce_sum(x, axis=0)[:1])
+            return x + 0.1 * self.noise.normal(tf.shape(x))
+
+    _scope(False)
+    counting, (first, hidden, last) = Counting(), _layers()
+    with unidist.DataParallel().scope() if distributed else contextlib.nullcontext():
+        model = keras.Sequential([first, hidden, counting, last])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    x, y = _data()
+    loss = model.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0).history["loss"]
+    kept = {name: np.asarray(getattr(counting, name)) for name in ("calls", "sums")}
+    return _told(model, loss=loss, state=np.asarray(counting.noise.state), **kept)
+
+
 def written_by_each() -> tuple[str, str]:
     """What a step that writes a variable of TensorFlow's raises."""
     import unidist

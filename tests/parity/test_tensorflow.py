@@ -80,6 +80,12 @@ def test_a_step_may_derive_by_its_inputs(setting: str, alone: Alone, worlds: Wor
         assert_same_values(found, wanted)
 
 
+def test_a_layer_that_is_tried_writes_nothing(alone: Alone, worlds: Worlds) -> None:
+    (wanted,) = alone.world("tensorflow").call("tests.parity.strangers:written_by_a_layer", False)
+    for found in worlds.get("horovod-2-tensorflow").call("tests.parity.strangers:written_by_a_layer", True):
+        assert_same_values(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("setting", "kind", "zero", "case"),
     [

@@ -18,6 +18,7 @@ from unidist.keras import atomic_files, joined_rows, numbers, own_apply, statefu
 from unidist.keras import saving as keras_saving
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.layer_facts import overrides
+from unidist.keras.needs import own_code
 from unidist.keras.patching.compat import (
     BaseOptimizer,
     BatchNormalization,
@@ -31,8 +32,16 @@ from unidist.keras.patching.compat import (
 from unidist.keras.patching.patches import Hook, Table, calling
 from unidist.keras.records import model_record
 from unidist.keras.strategies import distribution as distributions
-from unidist.keras.tensorflow_horovod import engine, lookups
+from unidist.keras.tensorflow_horovod import engine, lookups, mixing
 
+_VARIABLE = "tensorflow.python.ops.resource_variable_ops:ResourceVariable"
+_GENERATOR = "tensorflow.python.ops.stateful_random_ops:Generator"
+_WRITES = (
+    *((_VARIABLE, name) for name in ("assign", "assign_add", "assign_sub", "batch_scatter_update")),
+    *((_VARIABLE, f"scatter_{how}") for how in ("add", "sub", "mul", "div", "max", "min", "update")),
+    *((_VARIABLE, f"scatter_nd_{how}") for how in ("add", "sub", "max", "min", "update")),
+    (_GENERATOR, "skip"),
+)
 # On a gradient: it is the mean over the ranks.
 _REDUCED = "_unidist_reduced"
 
@@ -54,6 +63,8 @@ def _of_training() -> Iterator[Hook]:
     yield Hook(TensorFlowTrainer, "_make_function", _until_the_end, "data may end where its length is not known")
     yield Hook(tensorflow_numpy, "take", lookups.looking_up, "ids that all ranks look up count once")
     yield joined_rows.hook()
+    for owner, name in _WRITES:
+        yield Hook(owner, name, calling(_writing), "what a trial of a layer would write is noticed", needed=own_code)
     yield Hook(SeedGenerator, "next", calling(_next), "random numbers differ where rows do")
     yield Hook(data_adapters, "get_data_adapter", engine.adapting, "each rank gets its rows")
     yield Hook(Layer, "losses", _adding_losses, "added losses count by a rank's share of the rows")
@@ -174,6 +185,14 @@ def _next(original: Any, self: Any, ordered: bool = True) -> Any:
     if here is None or not here.in_call or here.sees_all or not here.traced.place:
         return seed
     return seed + tf.cast([numbers.seed_offset(here.traced.place), 0], seed.dtype)
+
+
+def _writing(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ends a trial of a layer that would write what is TensorFlow's own: it is given all rows then."""
+    here = engine.current()
+    if here is not None and here.is_trying:
+        raise mixing.WrittenError
+    return original(*args, **kwargs)
 
 
 def _adding_losses(original: property) -> property:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from unidist.keras.tensorflow_horovod.engine import Engine
 
 
+class WrittenError(Exception):
+    """A call that is tried would write a variable of TensorFlow's, which no scope keeps from it."""
+
+
 class Mixer:
     """A layer or an operation that may look at several rows.
 
