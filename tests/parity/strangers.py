@@ -222,12 +222,19 @@ def written_by_a_layer(distributed: bool) -> Result:
     return _told(model, loss=loss, state=np.asarray(counting.noise.state), **kept)
 
 
-def written_by_each() -> tuple[str, str]:
-    """What a step that writes a variable of TensorFlow's raises."""
+def written_by_each(how: str) -> tuple[str, str]:
+    """What a step that writes a variable of TensorFlow's raises, or draws from its generator."""
+    import tensorflow as tf
+
     import unidist
 
+    generator = tf.random.Generator.from_seed(3)
+
     def change(model: Any, x: Any) -> Any:
-        model.held[0].assign_add(1.0)
+        if how == "drawn":
+            return x + generator.normal(x.shape)
+        add = {"added": model.held[0].assign_add, "scattered": model.held[0].scatter_nd_add}[how]
+        add(*([1.0] if how == "added" else [[[]], [1.0]]))
         return x
 
     try:

@@ -102,14 +102,19 @@ def test_crossentropies_know_the_logits_of_probabilities(
 
 
 @pytest.mark.parametrize(
-    ("program", "what", "instead"),
+    ("program", "args", "what", "instead"),
     [
-        ("written_by_each", "a step writes the tf.Variable", "self.add_weight"),
-        ("cropped", "a slice between numbers that a step computes", "by dataset.map"),
+        ("written_by_each", ["added"], "a step writes the tf.Variable", "self.add_weight"),
+        ("written_by_each", ["scattered"], "a step writes the tf.Variable", "self.add_weight"),
+        ("written_by_each", ["drawn"], "a step draws from a tf.random.Generator", "keras.random.SeedGenerator"),
+        ("cropped", [], "a slice between numbers that a step computes", "by dataset.map"),
     ],
+    ids=["added", "scattered", "drawn", "cropped"],
 )
-def test_what_dtensor_would_do_wrong_is_refused(program: str, what: str, instead: str, worlds: Worlds) -> None:
-    for kind, text in worlds.get("tensorflow-4").call(f"tests.parity.strangers:{program}"):
+def test_what_dtensor_would_do_wrong_is_refused(
+    program: str, args: list[str], what: str, instead: str, worlds: Worlds
+) -> None:
+    for kind, text in worlds.get("tensorflow-4").call(f"tests.parity.strangers:{program}", *args):
         assert kind == "CapabilityError"
         assert what in text
         assert instead in text

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from tensorflow.python.ops import array_ops, gen_math_ops
 
-from unidist.keras import active_distribution, distribution_lib, joined_rows, trainer_entry
+from unidist.keras import active_distribution, distribution_lib, joined_rows, tensorflow_writes, trainer_entry
 from unidist.keras import saving as keras_saving
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.needs import own_code
@@ -26,7 +26,6 @@ from unidist.keras.strategies import distribution as distributions
 from unidist.keras.tensorflow import parts, pinning, placing, slicing, trainer, values, worlds
 
 _CAPTURES = "tensorflow.core.function.capture.capture_container:FunctionCaptures"
-_VARIABLE = "tensorflow.python.ops.resource_variable_ops:ResourceVariable"
 
 
 def table() -> Table:
@@ -70,9 +69,7 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(keras_core.Variable, "_initialize", placing.initializing, "large variables rest in parts")
     yield Hook(keras_core.Variable, "assign", placing.loading, "a device's part is read from a file by itself")
     yield Hook(keras_core.Variable, "value", placing.using, "what no model has is on the mesh of the step that uses it")
-    plain = "each device would write a variable of TensorFlow's"
-    for name in ("assign", "assign_add", "assign_sub"):
-        yield Hook(_VARIABLE, name, placing.writing, plain, needed=own_code)
+    yield from tensorflow_writes.hooks(placing.writing, "each device would write a variable of TensorFlow's")
     for operator in values.OPERATORS:
         yield Hook(keras_core.Variable, operator, values.operating, "outside of steps variables are read on the host")
     yield Hook(keras_core, "scatter", values.scattering, "DTensor has no scatter of its own")

@@ -258,11 +258,16 @@ def _use(variable: Any) -> None:
 
 @calling
 def writing(original: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps the writes of TensorFlow's own variables.
+    """Wraps the writes of TensorFlow's own variables and of its generators of random numbers.
 
     Raises:
         CapabilityError: a step over DTensor writes one, which each device would do.
     """
+    if values.computing.get() is not None and isinstance(variable, tf.random.Generator):
+        raise CapabilityError(
+            "a step draws from a tf.random.Generator, which over DTensor each device would do for itself. Draw by "
+            "keras.random with a keras.random.SeedGenerator"
+        )
     if values.computing.get() is not None and _is_plain(variable):
         raise CapabilityError(
             f"a step writes the tf.Variable {variable.name!r}, which over DTensor each device would do. Make it a "

@@ -14,11 +14,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from unidist.keras import atomic_files, joined_rows, numbers, own_apply, stateful_layers, trainer_entry
+from unidist.keras import (
+    atomic_files,
+    joined_rows,
+    numbers,
+    own_apply,
+    stateful_layers,
+    tensorflow_writes,
+    trainer_entry,
+)
 from unidist.keras import saving as keras_saving
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.layer_facts import overrides
-from unidist.keras.needs import own_code
 from unidist.keras.patching.compat import (
     BaseOptimizer,
     BatchNormalization,
@@ -34,14 +41,6 @@ from unidist.keras.records import model_record
 from unidist.keras.strategies import distribution as distributions
 from unidist.keras.tensorflow_horovod import engine, lookups, mixing
 
-_VARIABLE = "tensorflow.python.ops.resource_variable_ops:ResourceVariable"
-_GENERATOR = "tensorflow.python.ops.stateful_random_ops:Generator"
-_WRITES = (
-    *((_VARIABLE, name) for name in ("assign", "assign_add", "assign_sub", "batch_scatter_update")),
-    *((_VARIABLE, f"scatter_{how}") for how in ("add", "sub", "mul", "div", "max", "min", "update")),
-    *((_VARIABLE, f"scatter_nd_{how}") for how in ("add", "sub", "max", "min", "update")),
-    (_GENERATOR, "skip"),
-)
 # On a gradient: it is the mean over the ranks.
 _REDUCED = "_unidist_reduced"
 
@@ -63,8 +62,7 @@ def _of_training() -> Iterator[Hook]:
     yield Hook(TensorFlowTrainer, "_make_function", _until_the_end, "data may end where its length is not known")
     yield Hook(tensorflow_numpy, "take", lookups.looking_up, "ids that all ranks look up count once")
     yield joined_rows.hook()
-    for owner, name in _WRITES:
-        yield Hook(owner, name, calling(_writing), "what a trial of a layer would write is noticed", needed=own_code)
+    yield from tensorflow_writes.hooks(calling(_writing), "what a trial of a layer would write is noticed")
     yield Hook(SeedGenerator, "next", calling(_next), "random numbers differ where rows do")
     yield Hook(data_adapters, "get_data_adapter", engine.adapting, "each rank gets its rows")
     yield Hook(Layer, "losses", _adding_losses, "added losses count by a rank's share of the rows")

@@ -1,0 +1,24 @@
+"""Names the methods that write a tf.Variable, or the state of a tf.random.Generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from unidist.keras.needs import own_code
+from unidist.keras.patching.patches import Hook
+
+_VARIABLE = "tensorflow.python.ops.resource_variable_ops:ResourceVariable"
+_GENERATOR = "tensorflow.python.ops.stateful_random_ops:Generator"
+_WRITES = (
+    *((_VARIABLE, name) for name in ("assign", "assign_add", "assign_sub", "batch_scatter_update")),
+    *((_VARIABLE, f"scatter_{how}") for how in ("add", "sub", "mul", "div", "max", "min", "update")),
+    *((_VARIABLE, f"scatter_nd_{how}") for how in ("add", "sub", "max", "min", "update")),
+    (_GENERATOR, "skip"),
+)
+
+
+def hooks(make: Callable[[Any], Any], why: str) -> Iterator[Hook]:
+    """Yields a hook for each, which a model of Keras's code alone does not need."""
+    for owner, name in _WRITES:
+        yield Hook(owner, name, make, why, needed=own_code)
