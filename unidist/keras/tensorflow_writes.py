@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from unidist.keras.needs import own_code
-from unidist.keras.patching.patches import Hook
+from unidist.keras.patching.patches import Hook, every_model
 
 _VARIABLE = "tensorflow.python.ops.resource_variable_ops:ResourceVariable"
 _GENERATOR = "tensorflow.python.ops.stateful_random_ops:Generator"
@@ -19,6 +19,6 @@ _WRITES = (
 
 
 def hooks(make: Callable[[Any], Any], why: str) -> Iterator[Hook]:
-    """Yields a hook for each, which a model of Keras's code alone does not need."""
+    """Yields a hook for each. Keras's own code and unidist's assign alone."""
     for owner, name in _WRITES:
-        yield Hook(owner, name, make, why, needed=own_code)
+        yield Hook(owner, name, make, why, needed=every_model if name.startswith("assign") else own_code)
