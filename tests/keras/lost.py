@@ -82,7 +82,8 @@ def outcome(hook: Hook, kind: str) -> str:
         if not patches.lost():
             assert said == []
         else:
-            assert {re.search(re.escape(hook.where) + " ", one) is not None for one in said} == {True}
+            # Primitives of JAX have one class's attribute, so all of them may lose it.
+            assert any(re.search(re.escape(hook.where) + " ", one) for one in said), said
         try:
             found = trained(unidist.DataParallel())
         except CapabilityError as error:
