@@ -53,9 +53,11 @@ def used(backends: Sequence[tuple[str, int | None]]) -> dict[str, Any]:
 
         with unidist.DataParallel(unidist.Mesh({"data": devices or 1})).scope():
             losses = trained()
+            drawn()
         found.append({"name": name, "losses": losses, "on": [hook.where for hook in hooks.replaced()]})
     replaced = changed(before)
     unidist.shutdown()
+    drawn()
     return {
         "used": found,
         "replaced": replaced,
@@ -74,6 +76,21 @@ def trained() -> list[float]:
     model.compile("adam", "mse", metrics=["mae"])
     history = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history
     return [float(value) for values in history.values() for value in values]
+
+
+class Noise(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        # Keras on JAX draws without a seed outside of programs alone.
+        return x if keras.config.backend() == "jax" else x + keras.random.normal((1, 6))
+
+
+def drawn() -> None:
+    """Draws from Keras's own generator in steps and outside of them."""
+    model = keras.Sequential([keras.Input((6,)), Noise(), keras.layers.Dense(8)])
+    model.compile("sgd", "mse")
+    x = np.ones((8, 6), "float32")
+    model.fit(x, x[:, :1], verbose=0)
+    assert np.isfinite(keras.ops.convert_to_numpy(keras.random.normal((3,)))).all()
 
 
 def left(backend: str, devices: int | None, folder: str) -> dict[str, str]:

@@ -23,11 +23,15 @@ def _layers() -> list[Any]:
     return [keras.Input((6,)), keras.layers.Dense(8, "tanh", name="hidden"), keras.layers.Dense(1)]
 
 
-def _scope(distributed: bool) -> Any:
+def _scope(distributed: bool, again: bool = False) -> Any:
+    """`again`: on another mesh, and Keras has what it had."""
     import keras
 
     import unidist
 
+    if again:
+        mesh = {"data": 2, "model": 2}
+        return unidist.ModelParallel(unidist.Mesh(mesh)).scope() if distributed else contextlib.nullcontext()
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     return unidist.DataParallel(zero=3).scope() if distributed else contextlib.nullcontext()
@@ -37,7 +41,7 @@ def _told(model: Any, **more: Any) -> Result:
     return {**more, **{f"w{k}": np.asarray(w) for k, w in enumerate(model.get_weights())}}
 
 
-def _stepping(change: Callable[[Any, Any], Any], distributed: bool) -> Result:
+def _stepping(change: Callable[[Any, Any], Any], distributed: bool, again: bool = False) -> Result:
     """A model whose step changes its inputs first."""
     import keras
     import tensorflow as tf
@@ -46,7 +50,7 @@ def _stepping(change: Callable[[Any, Any], Any], distributed: bool) -> Result:
         def train_step(self, data: Any) -> Any:
             return super().train_step((change(self, data[0]), data[1]))
 
-    with _scope(distributed):
+    with _scope(distributed, again):
         model = Stepping(_layers())
         model.compile(keras.optimizers.SGD(0.1), "mse")
     model.held = [tf.Variable(0.0, trainable=False)]
@@ -55,12 +59,17 @@ def _stepping(change: Callable[[Any, Any], Any], distributed: bool) -> Result:
 
 
 def unseeded(distributed: bool) -> Result:
-    """Keras's own seed is made by the step that draws first, and goes on outside of it."""
+    """Keras's own seed is made by the step that draws first, and goes on outside of it and on another mesh."""
     import keras
     import tensorflow as tf
 
-    found = _stepping(lambda _, x: x + 0.1 * keras.random.normal(tf.shape(x)), distributed)
-    return {**found, "after": np.asarray(keras.random.uniform((3,)))}
+    def change(_: Any, x: Any) -> Any:
+        return x + 0.1 * keras.random.normal(tf.shape(x))
+
+    found = _stepping(change, distributed)
+    after = np.asarray(keras.random.uniform((3,)))
+    again = _stepping(change, distributed, again=True)
+    return {**found, "after": after, **{f"again {name}": value for name, value in again.items()}}
 
 
 def counted_elsewhere(distributed: bool) -> Result:

@@ -84,9 +84,8 @@ def test_a_world_that_is_forgotten_ends_its_threads() -> None:
     del world
     gc.collect()
     assert gone() is None
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
+    # Python ends worlds like this one: a thread that lets go of tensors behind it would abort the process.
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_the_interpreter_ends_with_an_open_world() -> None:

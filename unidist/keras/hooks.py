@@ -19,6 +19,7 @@ from unidist.keras import (
     fit_observer,
     lazy_values,
     model_config,
+    seeds,
     writers,
 )
 from unidist.keras.patching.compat import READ
@@ -99,6 +100,8 @@ def remove() -> None:
     Models that are distributed cannot be trained until the hooks are on again.
     """
     before = len(replaced())
+    if _used:
+        seeds.leave()
     for package in sorted(_used):
         _table_of(package).turn_off()
         driver.of(package).leave()

@@ -59,6 +59,14 @@ def restore(data: bytes) -> None:
     np.random.set_state(found["numpy"])
 
 
+def leave() -> None:
+    """Keras's own generator goes on where it stands, in a variable that no strategy has placed."""
+    if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None:
+        before = state()
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
+        restore(before)
+
+
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """Lets what is drawn inside be drawn again behind it.

@@ -20,7 +20,7 @@ EVERY = lost.every()
 CASES = [(EVERY[k], kind) for k, kind in lost.cases()]
 SAMPLE = random.Random(SEED).sample(CASES, 24)
 # A Dense model under DataParallel needs none of these.
-NOT_NEEDED = ("vmap", "hessian", "clip_grad_norm_", "remat", "dropout", "ctc_loss")
+NOT_NEEDED = ("vmap", "hessian", "clip_grad_norm_", "checkpoint", "dropout", "ctc_loss")
 
 
 def ids(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ from unidist.errors import MeshError
 
 # Virtual memory, touched only as far as it is used. Python's own recursion limit is reached within an eighth of it.
 STACK_BYTES = 4 * 2**20
+# Seconds in which parked threads end.
+PATIENCE = 5.0
 _stack_size = threading.Lock()
 
 
@@ -94,8 +97,14 @@ class Crew:
             return
         self.closed = True
         begun = self.run is not None and self.run.begun
-        for rank in tuple(self.run.ended) if self.run is not None and begun else range(len(self.batons)):
+        ending = tuple(self.run.ended) if self.run is not None and begun else range(len(self.batons))
+        for rank in ending:
             self.batons[rank].release()
+        # A thread that ends while Python does, and lets go of a tensor, aborts the process in torch's C++.
+        give_up = time.monotonic() + PATIENCE
+        for thread in (self.threads[rank] for rank in ending):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, give_up - time.monotonic()))
 
     def places_of(self, ranks: tuple[int, ...]) -> dict[int, int]:
         found = self.places.get(ranks)

@@ -134,10 +134,7 @@ class VirtualWorld:
         if not self._running.acquire(blocking=False):
             raise CapabilityError("a world of virtual ranks cannot be closed while it runs")
         try:
-            crew = self._crew
             self._let_go()
-            for thread in crew.threads if crew is not None else ():
-                thread.join()
         finally:
             self._running.release()
 

@@ -251,7 +251,11 @@ def _is_plain(x: Any) -> bool:
 
 def _use(variable: Any) -> None:
     mesh, resting = values.computing.get(), variable._value
-    if mesh is not None and _is_plain(resting) and not in_stateless_scope():
+    if mesh is None or in_stateless_scope():
+        return
+    # Another model's step may have put it on a mesh of its own.
+    is_elsewhere = isinstance(resting, dtensor.DVariable) and resting.layout.mesh != mesh
+    if _is_plain(resting) or (is_elsewhere and variable_record.of(variable).distribution is None):
         with _off_mesh():
             variable._value = _spread(variable, resting.numpy(), values.replicated(mesh, len(variable.shape)))
 
