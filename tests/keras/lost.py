@@ -6,6 +6,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import keras
@@ -76,14 +77,25 @@ def without(hook: Hook, kind: str) -> Iterator[list[str]]:
         unidist.use(again[0], devices=again[1])
 
 
+def _alike(hook: Hook) -> list[str]:
+    """Where this hook is, and those that lose their attribute with it: of other objects of its owner's class."""
+    owner = hook.found()
+    if isinstance(owner, type | ModuleType):
+        return [hook.where]
+    named = [one for one in every() if one.name == hook.name]
+    return [one.where for one in named if type(one.found()) is type(owner)]
+
+
 def outcome(hook: Hook, kind: str) -> str:
     """Whether a model trains as on one device, or why it does not."""
+    alike = _alike(hook)
     with without(hook, kind) as said:
         if not patches.lost():
             assert said == []
         else:
-            # Primitives of JAX have one class's attribute, so all of them may lose it.
-            assert any(re.search(re.escape(hook.where) + " ", one) for one in said), said
+            lost = [next((where for where in alike if re.search(re.escape(where) + " ", text)), None) for text in said]
+            assert hook.where in lost
+            assert None not in lost
         try:
             found = trained(unidist.DataParallel())
         except CapabilityError as error:

@@ -41,6 +41,22 @@ def _told(model: Any, **more: Any) -> Result:
     return {**more, **{f"w{k}": np.asarray(w) for k, w in enumerate(model.get_weights())}}
 
 
+def _model(distributed: bool) -> Any:
+    import keras
+
+    with _scope(distributed):
+        model = keras.Sequential(_layers())
+        model.compile("sgd", "mse")
+    return model
+
+
+def _trained(distributed: bool) -> tuple[Any, Any]:
+    """A model behind an epoch, and its inputs."""
+    model, (x, y) = _model(distributed), _data()
+    model.fit(x, y, batch_size=8, verbose=0)
+    return model, x
+
+
 def _stepping(change: Callable[[Any, Any], Any], distributed: bool, again: bool = False) -> Result:
     """A model whose step changes its inputs first."""
     import keras
@@ -100,11 +116,7 @@ def made_of_its_layers(distributed: bool) -> Result:
     """Outputs of a layer, by a new model that is made behind the strategy."""
     import keras
 
-    with _scope(distributed):
-        model = keras.Sequential(_layers())
-        model.compile("sgd", "mse")
-    x, y = _data()
-    model.fit(x, y, batch_size=8, verbose=0)
+    model, x = _trained(distributed)
     part = keras.Model(model.inputs, model.get_layer("hidden").output)
     return {"predicted": part.predict(x, verbose=0), "called": np.asarray(part(x))}
 
@@ -128,25 +140,18 @@ def epochs_are_counted(distributed: bool) -> Result:
         def on_epoch_end(self) -> None:
             self.epoch += 1
 
-    with _scope(distributed):
-        model = keras.Sequential(_layers())
-        model.compile("sgd", "mse")
+    model = _model(distributed)
     data = Counting(workers=2, use_multiprocessing=False)
     return _told(model, loss=model.fit(data, epochs=3, shuffle=False, verbose=0).history["loss"])
 
 
 def differentiated(distributed: bool) -> Result:
     """Jacobians of a model by TensorFlow's tape, which traces gradients if it may."""
-    import keras
     import tensorflow as tf
 
     import unidist
 
-    with _scope(distributed):
-        model = keras.Sequential(_layers())
-        model.compile("sgd", "mse")
-    x, y = _data()
-    model.fit(x, y, batch_size=8, verbose=0)
+    model, x = _trained(distributed)
     given = tf.constant(x[:4])
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(given)

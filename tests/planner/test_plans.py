@@ -300,8 +300,13 @@ def test_gates_are_not_cut() -> None:
     kernels = [row.layout for row in plan.rows if row.path.endswith("kernel") and "lstm" in row.path]
     assert kernels == [unidist.Layout("model")] * 2
     model = keras.Sequential([keras.Input((6, 7)), keras.layers.LSTM(12), keras.layers.Dense(4)])
-    kernel = next(row for row in unidist.plan(model, MESH).rows if row.path.endswith("cell/kernel"))
-    assert (kernel.layout, kernel.reason) == (unidist.Layout(), "replicated: a cut of dim 1 would run through gates")
+    rows = unidist.plan(model, MESH).rows
+    for name, dim in (("cell/kernel", 1), ("cell/bias", 0)):
+        row = next(row for row in rows if row.path.endswith(name))
+        assert (row.layout, row.reason) == (
+            unidist.Layout(),
+            f"replicated: a cut of dim {dim} would run through gates",
+        )
 
 
 # What a plan says. ----------------------------------------------------------------------------------------------------

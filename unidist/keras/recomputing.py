@@ -85,8 +85,9 @@ def chosen(model: Any, remat: Remat) -> list[Any]:
 def computes_all_again(layer: Any) -> bool:
     """Returns whether Keras computes all of a layer's call again in backward."""
     mode = getattr(layer, "_remat_mode", None)
-    is_named = mode is not None and mode.mode == "list_of_layers" and layer.name in mode.layer_names
-    return is_named or (mode is not None and mode.mode == "full")
+    if mode is None:
+        return False
+    return mode.mode == "full" or (mode.mode == "list_of_layers" and layer.name in mode.layer_names)
 
 
 def marked(model: Any) -> Iterator[tuple[str, str]]:

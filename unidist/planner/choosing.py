@@ -170,12 +170,13 @@ class Chooser:
     def _gathered(self, index: int, variable: VariableFact) -> None:
         dims = [dim for dim in range(len(variable.shape)) if self._divides(index, dim)]
         free = [dim for dim in dims if dim not in variable.whole_dims]
-        if free:
+        if variable.is_of_module:
+            self.choices[index] = Choice(Layout(), "replicated: its torch module reads it itself")
+        elif free:
             self.choices[index] = Choice(cut_dim(free[0], self.axes), "gathered: for each call of its layer")
         elif dims:
-            gates = len(variable.whole_dims) < len(variable.shape)
-            reason = f"a cut of dim {dims[0]} would run through gates" if gates else "its torch module reads it itself"
-            self.choices[index] = Choice(Layout(), f"replicated: {reason}")
+            reason = f"replicated: a cut of dim {dims[0]} would run through gates"
+            self.choices[index] = Choice(Layout(), reason)
 
     def _divides(self, index: int, dim: int) -> bool:
         size = self.facts.variables[index].shape[dim]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,7 +16,8 @@ class VariableFact:
     Attributes:
         is_weight: it is trained, or was before it was frozen.
         layer: the path of the layer that owns it.
-        whole_dims: dims that pack several things, as the gates of an LSTM, or that only a torch module reads.
+        whole_dims: dims that pack several things, as the gates of an LSTM: a cut would not fall between them.
+        is_of_module: a torch module reads it by itself, so it stays whole.
     """
 
     path: str
@@ -27,6 +28,7 @@ class VariableFact:
     is_weight: bool = True
     layer: str = ""
     whole_dims: frozenset[int] = frozenset()
+    is_of_module: bool = False
 
     @property
     def bytes(self) -> int:
@@ -245,3 +247,15 @@ def local_bytes(variable: VariableFact, layout: Layout, mesh: Mesh, size: int | 
     whole = prod(variable.shape)
     held = variable.bytes if size is None else size
     return held * prod(parts) // whole if whole else 0
+
+
+def held_at_once(sizes: Iterable[tuple[int, float]]) -> float:
+    """Returns the sum of all that is kept, and of the largest layer that backward computes again.
+
+    Args:
+        sizes: pairs of `Activation.again` and a number of bytes.
+    """
+    totals: dict[int, float] = {}
+    for again, size in sizes:
+        totals[again] = totals.get(again, 0) + size
+    return totals.pop(0, 0) + max(totals.values(), default=0)

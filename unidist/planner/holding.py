@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from unidist.algebra import Layout
 from unidist.ledger import Ledger
-from unidist.planner.facts import Activation, Facts
+from unidist.planner.facts import Activation, Facts, held_at_once
 from unidist.planner.predicting import Workload, roles, stack_axes
 
 
@@ -36,7 +36,7 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
     found = roles(facts, layouts)
     over = [(stack, stack_axes(stack, layouts)) for stack in facts.stacks]
     stacks = {stack.size: axes for stack, axes in over if axes and not set(axes) & set(step.data_axes)}
-    totals: dict[int, float] = {}
+    sizes: list[tuple[int, float]] = []
     for activation in facts.activations:
         of_layers = [found[k] for k in activation.behind]
         cut = next((role.axes for role in of_layers if role.paired and role.name == "column"), None)
@@ -44,13 +44,11 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
         parts = 1 if cut is None else step.mesh.axis_size(cut)
         if step.lengths.intersection(activation.lengths_at(step.sequence)[1:]):
             parts *= step.contexts
-        size = activation.bytes_at(step.sequence, step.rows) / parts
-        totals[activation.again] = totals.get(activation.again, 0.0) + size
+        sizes.append((activation.again, activation.bytes_at(step.sequence, step.rows) / parts))
     ruled = {k for layer in facts.layers for k in (layer.kernel, layer.bias, layer.reverse)}
     ruled.update(k for stack, axes in over if axes in stacks.values() for k in stack.members)
     gathered = [k for k in set(facts.kept) - ruled if layouts[k].dims]
-    held = totals.pop(0, 0.0) + max(totals.values(), default=0.0)
-    return round(held) + sum(facts.variables[k].bytes for k in gathered)
+    return round(held_at_once(sizes)) + sum(facts.variables[k].bytes for k in gathered)
 
 
 def _leading(activation: Activation) -> int:

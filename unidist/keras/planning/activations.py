@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from unidist.keras.patching.compat import is_float_dtype, is_tensor, jax_utils, tree
-from unidist.planner.facts import Activation, Affine
+from unidist.planner.facts import Activation, Affine, held_at_once
 
 # Activation functions whose derivative is computed from what they give, which the next layer takes and keeps anyway.
 _BY_WHAT_THEY_GIVE = frozenset({"linear", "relu", "sigmoid", "tanh", "softmax", "log_softmax", "exponential"})
@@ -144,7 +144,7 @@ class Seens:
 
 
 def activations(
-    seens: Seens, line: Callable[[int, int], Affine], rows: int, itemsize: Callable[[str], int]
+    seens: Seens, line: Callable[[float, float], Affine], rows: int, itemsize: Callable[[str], int]
 ) -> tuple[Activation, ...]:
     """Returns what a step keeps, at any number of rows.
 
@@ -156,7 +156,7 @@ def activations(
     near, far = seens.near, seens.far
     if not seens.are_alike:
         # A model that takes more steps for a longer sequence, as a recurrent one does: one number, none of it cut.
-        total = line(*(_bytes(run, itemsize) for run in (near, far)))
+        total = line(*(held_at_once((x.again, prod(x.shape) * itemsize(x.dtype)) for x in run) for run in (near, far)))
         return (Activation((total.times(1 / rows),), 1),)
     found = []
     for k, (one, other) in enumerate(zip(near, far, strict=True)):
@@ -167,11 +167,3 @@ def activations(
         dims = tuple(line(n, longer).times(1 / rows if grows else 1) for n, longer, grows in ends)
         found.append(Activation(dims, itemsize(one.dtype), seens.behind(k), sum(grow), one.stack, one.again))
     return tuple(found)
-
-
-def _bytes(run: list[SeenTensor], itemsize: Callable[[str], int]) -> int:
-    sizes = [0]
-    for one in run:
-        sizes += [0] * (one.again + 1 - len(sizes))
-        sizes[one.again] += prod(one.shape) * itemsize(one.dtype)
-    return sizes[0] + max(sizes[1:], default=0)

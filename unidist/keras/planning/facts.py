@@ -196,7 +196,8 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
                 trainable=bool(variable.trainable),
                 is_weight=id(variable) in weights,
                 layer="" if layer is None else layer.path or layer.name,
-                whole_dims=frozenset(range(len(shape)) if isinstance(layer, TorchModuleWrapper) else packed),
+                whole_dims=frozenset(packed),
+                is_of_module=isinstance(layer, TorchModuleWrapper),
             )
         )
     return out

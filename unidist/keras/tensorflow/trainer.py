@@ -62,7 +62,8 @@ def building(original: Any, self: Any, iterator: Any = None, data_batch: Any = N
     if items is not None and not parts.are_given(distribution):
         # An epoch would begin and end, which a PyDataset may count.
         iterator, before = None, seeds.state()
-        data_batch = items[0] if isinstance(items[0], list | tuple) else (items[0],)
+        first = items[0]
+        data_batch = first if isinstance(first, list | tuple) else (first,)
         seeds.restore(before)
     if iterator is not None:
         iterator = _undrawn(to_build(iterator, functools.partial(parts.rows_of_counts, distribution)))

@@ -19,8 +19,8 @@ import torch
 
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.backends.torch.rehearsing import RehearsingRank
-from unidist.backends.torch.sharded import ShardedTensor
 from unidist.backends.torch.sharded.masks import Masks
+from unidist.backends.torch.sharded.nested import innermost
 from unidist.backends.torch.sharded.tensor import plain
 from unidist.keras.layer_facts import is_container, operations_of
 from unidist.keras.patching.compat import is_float_dtype, to_torch_dtype, torch_random, tree
@@ -82,22 +82,16 @@ class _MasksWithoutValues(Masks):
     def keeping(self, mask: torch.Tensor | None, *operands: torch.Tensor) -> AbstractContextManager[Any]:
         if mask is not None and mask.requires_grad:
             return contextlib.nullcontext()
-        queries, keys, values = map(_part, operands)
+        queries, keys, values = map(innermost, operands)
         for x in (queries, keys, values):
             self._kept.note(x)
         # What it gives, and the logarithm of each sum, in float32.
         rows = queries.numel() // queries.shape[-1]
         self._kept.bytes += rows * (values.shape[-1] * values.itemsize + 4)
-        if mask is not None and (shape := _part(mask).shape) not in self._seen:
+        if mask is not None and (shape := innermost(mask).shape) not in self._seen:
             self._seen.add(shape)
             self._kept.bytes += shape.numel()
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-
-
-def _part(x: torch.Tensor) -> torch.Tensor:
-    while isinstance(x, ShardedTensor):
-        x = x.local
-    return x
 
 
 def _address(x: torch.Tensor) -> int:

@@ -29,6 +29,13 @@ def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
+def innermost(x: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a carrier, and of the carriers inside of it; another tensor as it is."""
+    while isinstance(x, ShardedTensor):
+        x = x.local
+    return x
+
+
 def space_of(values: Any) -> Space | None:
     """Returns the space of the first carrier in nested lists, tuples and dicts."""
     if type(values) is ShardedTensor:

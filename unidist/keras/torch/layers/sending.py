@@ -18,7 +18,7 @@ import torch
 from unidist import events
 from unidist.algebra import Axes
 from unidist.backends.local import LocalViewBackend
-from unidist.backends.torch.sharded import ShardedTensor
+from unidist.backends.torch.sharded.nested import innermost
 from unidist.keras.torch.context import Frame
 from unidist.planner.predicting import TO_KERNELS
 
@@ -39,9 +39,7 @@ def balanced(frame: Frame, axes: Axes, kernels: int, chosen: float, x: Tensor, o
     with events.for_purpose(f"{TO_KERNELS}: {events.purpose()}"):
         backend.record("all_to_all", axes, group, torch.empty(kernels, dtype=torch.int64, device="meta"))
         for rows, share in ((x, chosen), (out, chosen / kernels)):
-            own = rows
-            while isinstance(own, ShardedTensor):
-                own = own.local
+            own = innermost(rows)
             sent = torch.empty(round(own.numel() * share), dtype=own.dtype, device="meta")
             for _ in range(2 if rows.requires_grad else 1):
                 backend.record("all_to_all", axes, group, sent)
