@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import unidist
-from tests.keras.contract import plain
+from tests.support.nets import plain
 from tests.support.runs import fresh
 from unidist import log
 

@@ -1,4 +1,4 @@
-"""What the processes of the tests of the contract run to tell what they hold, send and draw."""
+"""What the processes of tests run to tell what they hold, send and draw."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from keras import layers
 
 import unidist
-from tests.keras import contract
-from tests.keras.contract import BATCH, rows
+from tests.support import nets
+from tests.support.nets import BATCH, rows
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.runs import Result, fresh, scope, strategy, told
 
 Sent = dict[tuple[str, str], tuple[int, float]]
@@ -52,7 +53,7 @@ def sent(zero: int, *, merged: bool = True, bucket_mb: str | None = None, steps:
             patch.setenv("UNIDIST_BUCKET_MB", bucket_mb)
         with strategy("dp", zero=zero).scope():
             model = even()
-            model.compile(contract._adam(), "mse")
+            model.compile(nets.adam(), "mse")
         # The first step learns which layer comes after which.
         model.fit(x[:8], y[:8], batch_size=8, shuffle=False, verbose=0)
         with unidist.ledger() as book:
@@ -64,8 +65,8 @@ def accumulated(kind: str | None, zero: int) -> Result:
     """Six steps, two of them an accumulation, and what each step sends: purpose -> bytes."""
     fresh()
     x, y = rows(24)
-    with scope(contract._strategy(kind, zero)):
-        model = contract._crossed(contract.plain(), contract.OPTIMIZERS["accumulation"]())
+    with scope(nets.placed(kind, zero)):
+        model = nets.crossed(nets.plain(), OPTIMIZERS["accumulation"]())
     steps: list[dict[str, float]] = []
     with unidist.ledger() as book:
         seen = [0]
@@ -89,8 +90,8 @@ def metrics_sent(zero: int, verbose: int) -> int:
     fresh()
     x, y = rows()
     with strategy("dp", zero=zero).scope():
-        model = contract._crossed(
-            contract.plain(), contract._adam(), metrics=["accuracy", keras.metrics.SparseCategoricalCrossentropy()]
+        model = nets.crossed(
+            nets.plain(), nets.adam(), metrics=["accuracy", keras.metrics.SparseCategoricalCrossentropy()]
         )
     with unidist.ledger() as book:
         model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=verbose)
@@ -105,7 +106,7 @@ def counts_with_metrics() -> tuple[list[int], list[float]]:
     for metrics in ([], ["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True)]):
         fresh()
         with strategy("dp").scope():
-            model = contract._crossed(contract.plain(), contract._sgd(), metrics=metrics)
+            model = nets.crossed(nets.plain(), nets.sgd(), metrics=metrics)
         with unidist.ledger() as book:
             model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
         counts.append(book.count())
@@ -124,7 +125,7 @@ def held(zero: int) -> list[dict[str, float]]:
     x, y = rng.normal(size=(8, 12)).astype("float32"), rng.normal(size=(8, 4)).astype("float32")
     with strategy("dp", zero=zero).scope():
         model = even(width=64)
-        model.compile(contract._adam(), "mse")
+        model.compile(nets.adam(), "mse")
         model.fit(x, y, batch_size=8, verbose=0)
     storages = [v._storage for v in model.trainable_variables]
     told_ = []
@@ -159,13 +160,13 @@ def masks() -> dict[int, list[Any]]:
     from unidist.keras.torch.context import frame
 
     fresh()
-    with scope(contract._strategy("2x2", 0)):
-        before, *rest = contract.plain().layers
+    with scope(nets.placed("2x2", 0)):
+        before, *rest = nets.plain().layers
         drops = [layers.Dropout(0.5, name=name) for name in ("early", "between")]
         model = keras.Sequential([drops[0], before, drops[1], *rest], name="plain")
         model.build((None, 12))
         before.activation = keras.activations.get("sigmoid")
-        contract._crossed(model, contract._sgd())
+        nets.crossed(model, nets.sgd())
     seen: dict[int, dict[str, Any]] = {}
     original = layers.Dropout.call
 
@@ -181,23 +182,3 @@ def masks() -> dict[int, list[Any]]:
         patch.setattr(layers.Dropout, "call", watched)
         model.fit(np.ones((8, 12), "float32"), np.zeros(8, "int32"), batch_size=8, verbose=0)
     return {rank: [found["early"], found["between"]] for rank, found in seen.items()}
-
-
-def _between_rows(y: Any, y_pred: Any) -> Any:
-    kept = keras.ops.cast(y_pred != 0, "float32")
-    return keras.ops.mean(keras.ops.abs(kept[:4] - kept[4:]))
-
-
-def _between_units(y: Any, y_pred: Any) -> Any:
-    kept = keras.ops.cast(y_pred != 0, "float32")
-    return keras.ops.mean(keras.ops.abs(kept[:, :6] - kept[:, 6:]))
-
-
-def apart(kind: str | None, zero: int) -> dict[str, float]:
-    """How many units a dropout keeps of one half of the rows, or of the units, and not of the other."""
-    fresh()
-    with scope(contract._strategy(kind, zero, {".*a/kernel": (None, "model")})):
-        model = keras.Sequential([layers.Input((12,)), layers.Dense(12, name="a"), layers.Dropout(0.5)], name="drops")
-        model.compile("sgd", "mse", metrics=[_between_rows, _between_units])
-    history = model.fit(np.ones((8, 12), "float32"), np.ones((8, 12), "float32"), batch_size=8, verbose=0).history
-    return {name: history[name][0] for name in ("_between_rows", "_between_units")}

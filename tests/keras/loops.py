@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 import unidist
-from tests.keras.contract import RULES, plain, rows
+from tests.support.nets import RULES, plain, rows
 from tests.support.runs import Result, fresh, scope, strategy
 from unidist.keras.records import model_record
 
@@ -111,7 +111,7 @@ def clipped(kind: str | None, zero: int, by: str) -> Result:
     of torch.autograd.grad too (`derived`); or an optimizer of the user's own does (`own apply`, `own gradients`)."""
     import torch
 
-    from tests.keras.contract import OPTIMIZERS
+    from tests.support.optimizers import OPTIMIZERS
 
     fresh()
     x, y = rows(12)

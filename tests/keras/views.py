@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import unidist
-from tests.keras.contract import plain
+from tests.support.nets import plain
 from tests.support.runs import fresh
 
 

@@ -11,9 +11,6 @@ from tests.support.clearing import cleared
 
 BEHAVIOURS = (
     "numpy_in_and_out",
-    "custom_train_step",
-    "several_steps_an_execution",
-    "single_batches",
     "shuffled_datasets",
     "parallelized_when_trained",
     "keras_distribution",
@@ -33,7 +30,7 @@ BEHAVIOURS = (
     "laid_by_hand",
 )
 # Those in which processes could part.
-IN_PROCESSES = ("numpy_in_and_out", "custom_train_step", "single_batches", "keras_distribution", "slices_of_rows")
+IN_PROCESSES = ("numpy_in_and_out", "keras_distribution")
 
 
 def _data(rows: int = 32) -> tuple[Any, Any]:
@@ -88,51 +85,13 @@ def _compare(run: Any, cls: Any = None, **options: Any) -> None:
 
 
 def numpy_in_and_out() -> None:
+    """Between a training and single batches too."""
     x, y = _data()
 
     def run(model: Any) -> Any:
         model.fit(x, y, batch_size=8, verbose=0)
-        return np.asarray(model(x))
-
-    _compare(run)
-
-
-def custom_train_step() -> None:
-    import keras
-    import tensorflow as tf
-
-    class Mine(keras.Model):
-        def train_step(self, data: Any) -> Any:
-            x, y = data
-            with tf.GradientTape() as tape:
-                y_pred = self(x, training=True)
-                loss = self.compute_loss(x, y, y_pred)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            for metric in self.metrics:
-                metric.update_state(*((loss,) if metric.name == "loss" else (y, y_pred)))
-            return {metric.name: metric.result() for metric in self.metrics}
-
-    x, y = _data()
-    _compare(lambda model: model.fit(x, y, batch_size=10, epochs=2, verbose=0).history["loss"], cls=Mine)
-
-
-def several_steps_an_execution() -> None:
-    x, y = _data()
-
-    def run(model: Any) -> Any:
-        model.fit(x, y, batch_size=6, epochs=2, verbose=0, validation_data=(x, y))
-        return model.predict(x, batch_size=6, verbose=0)
-
-    _compare(run, steps_per_execution=3)
-
-
-def single_batches() -> None:
-    x, y = _data()
-
-    def run(model: Any) -> Any:
-        first = model.train_on_batch(x, y)
-        return [*first, *model.test_on_batch(x, y), *model.predict_on_batch(x).ravel()]
+        made = np.asarray(model(x)).ravel()
+        return [*made, *model.train_on_batch(x, y), *model.test_on_batch(x, y), *model.predict_on_batch(x).ravel()]
 
     _compare(run)
 

@@ -17,11 +17,16 @@ _WITH_ARRAY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "gt", "le", "e
 _OF_ARRAY = ("add", "sub", "mul", "pow")
 
 
-def beside_arrays(is_distributed: bool) -> dict[str, Any]:
-    """Operators and functions of a variable that is cut and of an array; the variables' values after they were set."""
+def between_trainings(is_distributed: bool) -> dict[str, Any]:
+    """Operators and functions of a variable that is cut and of an array; the variables' values after they were set; and
+    a loop that goes on with them."""
+    model, kernel = _trained(is_distributed)
+    return {**_beside_arrays(model, kernel), **_loop_of_ones_own(model, kernel)}
+
+
+def _beside_arrays(model: Any, kernel: Any) -> dict[str, Any]:
     from keras import ops
 
-    model, kernel = _trained(is_distributed)
     x, _ = _data()
     array = np.linspace(1.0, 2.0, 16 * 8, dtype="float32").reshape(16, 8)
     found = {name: getattr(operator, name)(kernel, array) for name in _WITH_ARRAY}
@@ -49,12 +54,11 @@ def beside_arrays(is_distributed: bool) -> dict[str, Any]:
     return {name: ops.convert_to_numpy(value) for name, value in found.items()}
 
 
-def loop_of_ones_own(is_distributed: bool) -> dict[str, Any]:
+def _loop_of_ones_own(model: Any, kernel: Any) -> dict[str, Any]:
     """Layers are called one by one, and the kernel is held near to what it was."""
     import tensorflow as tf
     from keras import ops
 
-    model, kernel = _trained(is_distributed)
     x, y = _data()
     before, losses = np.array(kernel), []
     for _ in range(3):

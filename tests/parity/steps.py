@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.keras import contract
+from tests.support import nets
 from tests.support.runs import Result, fresh, scope, told
 
 
@@ -82,20 +82,28 @@ class Adversaries(keras.Model):
         return [self.tracker]
 
 
-def run(how: str, kind: str | None, zero: int) -> Result:
+def trackers(kind: str | None, zero: int) -> Result:
     fresh()
-    x, y = contract.rows()
-    y = ops.convert_to_numpy(ops.one_hot(y, contract.CLASSES))
-    with scope(contract._strategy(kind, zero)):
-        if how == "trackers":
-            model = Trackers(contract.plain().layers, name="plain")
-            model.compile(contract._adam())
-        else:
-            model = Adversaries()
-            model.compile(contract._adam(), contract._adam())
-    history = model.fit(x, y, batch_size=contract.BATCH, epochs=2, shuffle=False, verbose=0).history
-    if how == "trackers":
-        evaluated = model.evaluate(x, y, batch_size=contract.EVALUATED, verbose=0, return_dict=True)
-        return {"history": history, "evaluate": evaluated, **told(model)}
+    x, y = _data()
+    with scope(nets.placed(kind, zero)):
+        model = Trackers(nets.plain().layers, name="plain")
+        model.compile(nets.adam())
+    history = model.fit(x, y, batch_size=nets.BATCH, epochs=2, shuffle=False, verbose=0).history
+    evaluated = model.evaluate(x, y, batch_size=nets.EVALUATED, verbose=0, return_dict=True)
+    return {"history": history, "evaluate": evaluated, **told(model)}
+
+
+def two_optimizers(kind: str | None, zero: int) -> Result:
+    fresh()
+    x, y = _data()
+    with scope(nets.placed(kind, zero)):
+        model = Adversaries()
+        model.compile(nets.adam(), nets.adam())
+    history = model.fit(x, y, batch_size=nets.BATCH, epochs=2, shuffle=False, verbose=0).history
     # Over DTensor the model's own optimizer has slots for what the other one updates, too.
     return {"history": history, **told(model), "slots": []}
+
+
+def _data() -> tuple[Any, Any]:
+    x, y = nets.rows()
+    return x, ops.convert_to_numpy(ops.one_hot(y, nets.CLASSES))

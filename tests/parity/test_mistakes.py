@@ -138,7 +138,7 @@ def test_a_gradient_that_is_the_next_value_on_torch(way: str, text: str, worlds:
 
 
 def test_a_state_of_whole_batches_in_data_parallel(worlds: Worlds) -> None:
-    """Over Horovod: test_contract_tensorflow.py. Where states are global, it trains."""
+    """Over Horovod: test_tensorflow_horovod.py. Where states are global, it trains."""
     kind, message = worlds.get("sim-torch").call("tests.parity.mistakes:stateful_layer")[0]
     assert kind == "CapabilityError"
     assert "layer 'memory' has stateful=True" in message

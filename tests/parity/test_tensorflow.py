@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,8 +51,9 @@ def test_behaviour(setting: str, behaviour: str, worlds: Worlds) -> None:
     worlds.get(setting).call(f"tests.parity.interplay:{behaviour}")
 
 
-@pytest.mark.parametrize("setting", unless_all(["tensorflow-2x2"], ["tensorflow-4", "tensorflow-2x2"]))
-@pytest.mark.parametrize("program", ["beside_arrays", "loop_of_ones_own", "swapped_averages"])
+@pytest.mark.parametrize(
+    ("program", "setting"), [("between_trainings", "tensorflow-2x2"), ("swapped_averages", "tensorflow-4")]
+)
 def test_outside_of_steps_variables_are_one_devices(program: str, setting: str, alone: Alone, worlds: Worlds) -> None:
     (wanted,) = alone.world("tensorflow").call(f"tests.parity.outside:{program}", False)
     for found in worlds.get(setting).call(f"tests.parity.outside:{program}", True):
@@ -71,34 +71,6 @@ def test_what_the_model_does_not_have(program: str, alone: Alone, worlds: Worlds
     (wanted,) = alone.world("tensorflow").call(f"tests.parity.strangers:{program}", False)
     for found in worlds.get("tensorflow-4").call(f"tests.parity.strangers:{program}", True):
         assert_same_values(found, wanted)
-
-
-@pytest.mark.parametrize("setting", ["tensorflow-4", "horovod-2-tensorflow"])
-def test_a_step_may_derive_by_its_inputs(setting: str, alone: Alone, worlds: Worlds) -> None:
-    (wanted,) = alone.world("tensorflow").call("tests.parity.strangers:by_inputs", False)
-    for found in worlds.get(setting).call("tests.parity.strangers:by_inputs", True):
-        assert_same_values(found, wanted)
-
-
-def test_a_layer_that_is_tried_writes_nothing(alone: Alone, worlds: Worlds) -> None:
-    (wanted,) = alone.world("tensorflow").call("tests.parity.strangers:written_by_a_layer", False)
-    for found in worlds.get("horovod-2-tensorflow").call("tests.parity.strangers:written_by_a_layer", True):
-        assert_same_values(found, wanted)
-
-
-@pytest.mark.parametrize(
-    ("setting", "kind", "zero", "case"),
-    [
-        *(("horovod-2-tensorflow", "dp", 0, case) for case in ("binary", "classes", "own", "centred", "judging")),
-        *(("tensorflow-4", "2x2", 3, case) for case in unless_all(["own"], ["binary", "classes", "own", "centred"])),
-    ],
-)
-def test_crossentropies_know_the_logits_of_probabilities(
-    setting: str, kind: str, zero: int, case: str, alone: Alone, worlds: Worlds
-) -> None:
-    (wanted,) = alone.world("tensorflow").call("tests.keras.saturated:trained", None, 0, case)
-    for found in worlds.get(setting).call("tests.keras.saturated:trained", kind, zero, case):
-        same(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -140,30 +112,21 @@ def test_each_process_is_given_its_own_rows(
         assert any("train step" in purpose for purpose in told)
 
 
-@pytest.mark.parametrize(
-    ("kind", "own", "text"),
-    [
-        ("raises", "the disk of process 1 is gone", r"data of processes \[1\] of 2 raised an error"),
-        ("nothing", None, r"data of processes \[1\] of 2 holds no batch"),
-        ("differs", None, r"processes \[0, 1\] hold the same part .* \[4, 3\] rows: give them the same data"),
-    ],
-    ids=("raises", "nothing", "differs"),
-)
-def test_own_rows_that_fail_are_told_to_all(kind: str, own: str | None, text: str, worlds: Worlds) -> None:
-    first, second = worlds.get("tensorflow-2x2").call("tests.parity.interplay:own_data_apart", kind)
-    assert first[0] == "DesyncError"
-    assert re.search(text, first[1])
-    if own is None:
-        assert second == first
-    else:
-        assert own in second[1]
-
-
 def test_processes_seeded_apart_go_on_with_the_first_ones_state(worlds: Worlds) -> None:
     """First weights, shuffling and dropout are then process 0's, as if it had trained alone with its seed."""
     first, second = worlds.get("tensorflow-2x2").call("tests.parity.interplay:seeded_apart")
     assert_same_values(second, first, 0.0)
     assert_same_values(first, worlds.get("tensorflow-4").call("tests.parity.interplay:seeded_apart")[0])
+
+
+def test_what_a_model_of_ones_own_keeps_as_tensors_is_on_every_mesh(alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.run("tensorflow", "tests.keras.alike:kept", None, 0)
+    same(worlds.get("tensorflow-4").call("tests.keras.alike:kept", "dp", 0)[0], wanted)
+
+
+def test_it_is_on_the_mesh_without_a_program_too(alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.run("tensorflow", "tests.keras.alike:adapted", None, 0, True)
+    same(worlds.get("tensorflow-4").call("tests.keras.alike:adapted", "dp", 0, True)[0], wanted)
 
 
 SCRIPT = """
@@ -220,7 +183,7 @@ def test_a_model_without_a_rule_trains_as_one_device(case: str, alone: Alone, wo
 @pytest.mark.parametrize(
     ("case", "spec"),
     [
-        # Every stage in one process: test_zero.py. Another one in two: test_contract_tensorflow.py.
+        # Every stage in one process: test_zero.py. Another one in two: tests/promises.
         *unless_all(
             (), [("mlp_ragged_adam", spec) for spec in (replace(GRID, zero=3), AUTO_GRID, replace(DATA_4, zero=1))]
         ),

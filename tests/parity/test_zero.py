@@ -63,7 +63,7 @@ def test_tensors_that_move_by_themselves_train_as_one_device(zero: int, alone: A
 
 
 @pytest.mark.parametrize(
-    # Stage 2 is stage 1 there, and the grid at stage 1 trains in test_contract_tensorflow.py.
+    # Stage 2 is stage 1 there, and the grid at stage 1 trains in tests/promises.
     ("spec", "zero"),
     unless_all([(DATA_4, 1), (DATA_4, 3), (GRID, 3)], [(s, z) for s in (DATA_4, GRID) for z in (1, 2, 3)]),
     ids=lambda p: getattr(p, "name", p),

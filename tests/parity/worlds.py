@@ -102,22 +102,27 @@ class Reference(ProcessWorld):
 
 
 class Alone:
-    """Trainings on one device, by plain Keras; each is done once."""
+    """What plain Keras does on one device; each program is run once."""
 
     def __init__(self) -> None:
         self._worlds: dict[str, ProcessWorld] = {}
-        self._results: dict[Any, Result] = {}
+        self._results: dict[Any, Any] = {}
 
     def world(self, keras: str) -> ProcessWorld:
         if keras not in self._worlds:
             self._worlds[keras] = ALONE[keras].world(Reference)
         return self._worlds[keras]
 
-    def train(self, keras: str, case: str, **options: Any) -> Result:
-        key = (keras, case, *sorted(options.items()))
+    def run(self, keras: str, program: Target, *args: Any, **options: Any) -> Any:
+        """What a program gives."""
+        key = (keras, program, args, *sorted(options.items()))
         if key not in self._results:
-            self._results[key] = self.world(keras).call("tests.parity.train:train", case, None, **options)[0]
+            self._results[key] = self.world(keras).call(program, *args, **options)[0]
         return self._results[key]
+
+    def train(self, keras: str, case: str, **options: Any) -> Result:
+        found: Result = self.run(keras, "tests.parity.train:train", case, None, **options)
+        return found
 
     def close(self) -> None:
         for world in self._worlds.values():

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.worlds import SETTINGS, Alone, Worlds
-from tests.support.comparing import same
+from tests.promises.conftest import Check
 from tests.support.sampling import each_value
 
 pytestmark = pytest.mark.processes
@@ -22,7 +21,7 @@ PLACES = [
 def unsupervised(kind: str | None, zero: int) -> dict[str, Any]:
     import keras
 
-    from tests.keras import contract
+    from tests.support import nets
     from tests.support.runs import fresh, scope, told
 
     class Squeezed(keras.Model):
@@ -42,17 +41,15 @@ def unsupervised(kind: str | None, zero: int) -> dict[str, Any]:
             return found
 
     fresh()
-    x, _ = contract.rows()
-    with scope(contract._strategy(kind, zero)):
+    x, _ = nets.rows()
+    with scope(nets.placed(kind, zero)):
         model = Squeezed()
         model.build((None, 12))
-        model.compile(contract._adam())
-    history = model.fit(x, batch_size=contract.BATCH, epochs=2, shuffle=False, verbose=0).history
+        model.compile(nets.adam())
+    history = model.fit(x, batch_size=nets.BATCH, epochs=2, shuffle=False, verbose=0).history
     return {"history": history, **told(model)}
 
 
 @pytest.mark.parametrize(("setting", "kind", "zero"), PLACES)
-def test_it_trains_as_one_device(setting: str, kind: str, zero: int, worlds: Worlds, alone: Alone) -> None:
-    (wanted,) = alone.world(SETTINGS[setting].keras).call(unsupervised, None, 0)
-    for found in worlds.get(setting).call(unsupervised, kind, zero):
-        same(found, wanted)
+def test_it_trains_as_one_device(setting: str, kind: str, zero: int, as_alone: Check) -> None:
+    as_alone(setting, kind, zero, unsupervised)

@@ -25,14 +25,14 @@ def called_back(kind: str | None, zero: int, folder: str) -> dict[str, Any]:
     """Twice: the second training starts where a backup of the first is."""
     import keras
 
-    from tests.keras import contract
+    from tests.support import nets
     from tests.support.runs import fresh, scope, told
 
     fresh()
-    x, y = contract.rows()
-    place, how = Path(folder), {"batch_size": contract.BATCH, "shuffle": False}
-    with scope(contract._strategy(kind, zero)):
-        model = contract._crossed(contract.plain(), contract._adam())
+    x, y = nets.rows()
+    place, how = Path(folder), {"batch_size": nets.BATCH, "shuffle": False}
+    with scope(nets.placed(kind, zero)):
+        model = nets.crossed(nets.plain(), nets.adam())
     backup = keras.callbacks.BackupAndRestore(str(place / "backup"), delete_checkpoint=False)
     model.fit(x, y, epochs=1, verbose=0, callbacks=[backup], **how)
     stopper = keras.callbacks.EarlyStopping(monitor="loss", min_delta=10.0, patience=1, restore_best_weights=True)
@@ -44,6 +44,8 @@ def called_back(kind: str | None, zero: int, folder: str) -> dict[str, Any]:
         keras.callbacks.ReduceLROnPlateau(monitor="loss", min_delta=10.0, patience=1),
         stopper,
     ]
+    if keras.config.backend() == "tensorflow":
+        callbacks.append(keras.callbacks.TensorBoard(str(place / "board")))
     again = model.fit(x, y, epochs=5, verbose=2, callbacks=callbacks, **how)
     return {
         "history": again.history,
@@ -68,6 +70,9 @@ def test_they_write_once_and_decide_alike(
         assert found["epochs"] == wanted["epochs"] == [1, 2]
         assert found["stopped"] == wanted["stopped"] > 0
         assert found["log"] == str(tmp_path / "two" / "log.csv")
-    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]
+    board = [p.name for p in (tmp_path / "two").glob("board/train/*") if "tfevents" in p.name]
+    assert len(board) == (setting == "tensorflow-2x2")
+    files = {p.name for p in (tmp_path / "two").iterdir()}
+    assert files - {"board"} == {"last.weights.h5", "log.csv"}
     logs = [list(csv.DictReader((tmp_path / n / "log.csv").read_text().splitlines())) for n in ("one", "two")]
     assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]

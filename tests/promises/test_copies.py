@@ -29,16 +29,16 @@ def copies(kind: str, zero: int) -> dict[tuple[str, str], list[str]]:
     import keras
     import numpy as np
 
-    from tests.keras import contract
+    from tests.support import nets
     from tests.support.runs import fresh, scope
 
     fresh()
-    with scope(contract._strategy(kind, zero)):
-        first, *rest = contract.regularized().layers
+    with scope(nets.placed(kind, zero)):
+        first, *rest = nets.regularized().layers
         model = keras.Sequential([first, keras.layers.Dropout(0.5, name="drop"), *rest], name="plain")
-        contract._crossed(model, contract._adam(), metrics=["accuracy"])
-    x, y = contract.rows()
-    model.fit(x, y, batch_size=contract.BATCH, shuffle=False, verbose=0)
+        nets.crossed(model, nets.adam(), metrics=["accuracy"])
+    x, y = nets.rows()
+    model.fit(x, y, batch_size=nets.BATCH, shuffle=False, verbose=0)
     found: dict[tuple[str, str], list[str]] = {}
     for variable in [*model.weights, *model.optimizer.variables]:
         for region, value in _of(variable, keras.config.backend()):

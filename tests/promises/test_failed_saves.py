@@ -17,14 +17,14 @@ def saved_in_part(kind: str | None, zero: int, folder: str, name: str, values: i
     """Process 0 cannot write more than some values; what every process heard, and how training goes on."""
     from keras.src.saving.saving_lib import H5IOStore
 
-    from tests.keras import contract
+    from tests.support import nets
     from tests.support.runs import fresh, is_first, scope, told
 
     fresh()
-    x, y = contract.rows()
-    how = {"batch_size": contract.BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
-    with scope(contract._strategy(kind, zero)):
-        model = contract._crossed(contract.plain(), contract._adam())
+    x, y = nets.rows()
+    how = {"batch_size": nets.BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
+    with scope(nets.placed(kind, zero)):
+        model = nets.crossed(nets.plain(), nets.adam())
     model.fit(x, y, **how)
     heard = ""
     if kind is not None:
@@ -54,6 +54,7 @@ def _full_after(values: int, original: Any) -> Any:
     ("setting", "kind", "zero", "name", "values"),
     [
         *(("torch-2", "dp", 3, name, values) for name, values in (("m.keras", 0), ("m.keras", 3), ("m.h5", 0))),
+        ("jax-2x2", "2x2 across", 3, "m.h5", 0),
         ("tensorflow-2x2", "2x2", 0, "m.keras", 3),
     ],
 )

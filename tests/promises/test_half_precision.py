@@ -27,16 +27,16 @@ EVERY = [(*place[:3], policy) for place in PLACES for policy in BITS]
 def mixed(kind: str | None, zero: int, policy: str) -> dict[str, Any]:
     import keras
 
-    from tests.keras import contract
+    from tests.support import nets
     from tests.support.runs import fresh, scope
 
     fresh()
     keras.config.set_dtype_policy(policy)
     try:
-        with scope(contract._strategy(kind, zero)):
-            scaled = keras.optimizers.LossScaleOptimizer(contract._adam(), initial_scale=2.0**8)
-            model = contract._crossed(contract.plain(), scaled)
-        found = contract._fitted_on_even(model)
+        with scope(nets.placed(kind, zero)):
+            scaled = keras.optimizers.LossScaleOptimizer(nets.adam(), initial_scale=2.0**8)
+            model = nets.crossed(nets.plain(), scaled)
+        found = nets.fitted_on_even(model)
         return {**found, "dtypes": sorted({str(v.dtype) for v in model.trainable_variables})}
     finally:
         keras.config.set_dtype_policy("float32")
@@ -44,7 +44,7 @@ def mixed(kind: str | None, zero: int, policy: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("setting", "kind", "zero", "policy"), unless_all(PLACES, EVERY))
 def test_it_trains_as_one_device(setting: str, kind: str, zero: int, policy: str, worlds: Worlds, alone: Alone) -> None:
-    (wanted,) = alone.world(SETTINGS[setting].keras).call(mixed, None, 0, policy)
+    wanted = alone.run(SETTINGS[setting].keras, mixed, None, 0, policy)
     for found in worlds.get(setting).call(mixed, kind, zero, policy):
         assert found["dtypes"] == ["float32"]
         same_in_half_precision(found, wanted, BITS[policy])

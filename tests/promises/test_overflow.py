@@ -30,18 +30,18 @@ def overflowed(kind: str | None, zero: int) -> dict[str, Any]:
     """One row of eight makes the gradient of one kernel overflow, for three steps: its rank's, and no other's."""
     import keras
 
-    from tests.keras import contract
+    from tests.support import nets
     from tests.support.runs import fresh, scope, told
 
     fresh()
-    x, y = contract.rows(8)
+    x, y = nets.rows(8)
     x[5, 0] = 1e30
-    with scope(contract._strategy(kind, zero)):
+    with scope(nets.placed(kind, zero)):
         # Of zeros, so that the row's outputs are those of any other.
         first = keras.layers.Dense(16, "tanh", name="a", kernel_initializer="zeros")
-        model = keras.Sequential([keras.layers.Input((12,)), first, *contract.plain().layers[1:]], name="plain")
-        scaled = keras.optimizers.LossScaleOptimizer(contract._adam(), initial_scale=2.0**100)
-        contract._crossed(model, scaled)
+        model = keras.Sequential([keras.layers.Input((12,)), first, *nets.plain().layers[1:]], name="plain")
+        scaled = keras.optimizers.LossScaleOptimizer(nets.adam(), initial_scale=2.0**100)
+        nets.crossed(model, scaled)
         model.optimizer.build(model.trainable_variables)
     before = told(model)["weights"]
     model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)

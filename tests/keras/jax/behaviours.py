@@ -92,18 +92,18 @@ class CustomStep(keras.Model):
 
 
 def stepped(kind: str | None, how: str) -> Result:
-    """Other ways to run the steps: eagerly, several an execution, by hand, one batch at a time."""
+    """Other ways to run the steps: eagerly, by hand, one batch at a time."""
     fresh()
     case = CASES["conv"]
-    # Eagerly each op is a program of its own for each size of batches: here of a whole one and a smaller one.
-    rows, tested, predicted = (BATCH + 2, BATCH, BATCH) if how == "eagerly" else (None, 5, 9)
+    # Eagerly each op is a program of its own for each size of batches.
+    rows, tested, predicted = (BATCH, BATCH, BATCH) if how == "eagerly" else (None, 5, 9)
     data = {key: case.data()[key][:rows] for key in ("x", "y")}
     with scope(strategy(kind, case.rules)):
         model = case.build()
         if how == "custom step":
             model = CustomStep(model.inputs, model.outputs, name="conv")
             model.rows_seen = []
-        options = {"eagerly": {"run_eagerly": True}, "several": {"steps_per_execution": 2}}.get(how, {})
+        options = {"run_eagerly": True} if how == "eagerly" else {}
         compile_case(model, case, "momentum", **options)
     if how == "by batch":
         outputs = []
@@ -334,19 +334,6 @@ def loaded(kind: str | None, folder: str) -> Result:
     return {"before": before, "by_weights": by_weights, "history": history, **told(model)}
 
 
-def saved_where_it_cannot(folder: str) -> str:
-    """Process 0 cannot write: all processes must hear of it."""
-    fresh()
-    with scope(strategy("2x2 across")):
-        model = made("mlp")
-    target = Path(folder) / "no such folder" / "model.keras"
-    try:
-        model.save(target if is_first() else Path(folder) / "mine.keras")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"
-
-
 def saved_by_one(folder: str) -> tuple[str, str, float]:
     """Process 0 saves while the other evaluates: the type and the text of what each raises, and a loss of both."""
     fresh()
@@ -361,18 +348,6 @@ def saved_by_one(folder: str) -> tuple[str, str, float]:
     except Exception as error:
         return type(error).__name__, str(error), model.evaluate(**data, batch_size=BATCH, verbose=0)[0]
     return "nothing", "", 0.0
-
-
-def checkpointed(kind: str | None, folder: str) -> Result:
-    """Keras's own callback, on every process."""
-    fresh()
-    data = CASES["mlp"].data()
-    callback = keras.callbacks.ModelCheckpoint(str(Path(folder) / "best.keras"), save_best_only=True, monitor="loss")
-    stopper = keras.callbacks.EarlyStopping(monitor="loss", patience=0, restore_best_weights=True)
-    with scope(strategy(kind)):
-        model = made("mlp")
-        history = model.fit(**data, batch_size=BATCH, epochs=2, callbacks=[callback, stopper], verbose=0).history
-    return {"history": history, **told(model)}
 
 
 # rules and reports ----------------------------------------------------------------------------------------------------

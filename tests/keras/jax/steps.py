@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from tests.keras import contract
+from tests.support import nets
 from tests.support.runs import Result, fresh, scope, told
 
 
@@ -49,11 +49,11 @@ class Measured(keras.Sequential):
 
 def run(kind: str | None, zero: int) -> Result:
     fresh()
-    x, y = contract.rows()
-    with scope(contract._strategy(kind, zero)):
-        model = Measured(contract.plain().layers, name="plain")
-        contract._crossed(model, contract._adam(), metrics=["accuracy"])
-    history = model.fit(x, y, batch_size=contract.BATCH, epochs=2, shuffle=False, verbose=0).history
+    x, y = nets.rows()
+    with scope(nets.placed(kind, zero)):
+        model = Measured(nets.plain().layers, name="plain")
+        nets.crossed(model, nets.adam(), metrics=["accuracy"])
+    history = model.fit(x, y, batch_size=nets.BATCH, epochs=2, shuffle=False, verbose=0).history
     evaluated = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
     return {"history": history, "evaluate": evaluated, **told(model)}
 
@@ -62,7 +62,7 @@ def one_place(kind: str | None) -> Result:
     """A table that is the same everywhere, one row of which is overwritten, and which is then cut by its rows."""
     fresh()
     table = np.random.default_rng(3).normal(size=(8, 4)).astype("float32")
-    with scope(contract._strategy(kind, 0)):
+    with scope(nets.placed(kind, 0)):
         distribution = keras.distribution.distribution()
 
         def filled(row: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Runs the programs of the contract with `jit_compile=True` on torch: each step but the first is a program alone."""
+"""Runs the programs of promises with `jit_compile=True` on torch: each step but the first is a program alone."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -43,11 +43,12 @@ def by_programs() -> Iterator[list[whole_steps.WholeSteps]]:
         yield made
 
 
-def run(program: str, kind: str | None, zero: int, *args: Any) -> Result:
-    """A program of the contract ("module:function"), with why its steps are none, and how many programs it had."""
-    module, name = program.split(":")
-    function = getattr(importlib.import_module(module), name)
+def run(program: str | Callable[..., Result], kind: str | None, zero: int, *args: Any) -> Result:
+    """What a program ("module:function") gives, with why its steps are none, and how many programs it had."""
+    if isinstance(program, str):
+        module, name = program.split(":")
+        program = getattr(importlib.import_module(module), name)
     with by_programs() as made:
-        found: Result = function(kind, zero, *args)
+        found = program(kind, zero, *args)
     why = [f"{step}: {said}" for steps in made for step, said in steps.why.items()]
     return {**found, "_unfit": why, "_programs": sum(steps.compiled for steps in made)}

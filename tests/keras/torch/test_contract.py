@@ -1,10 +1,12 @@
-"""The contract: training equals one device on the global batch, whatever the loop looks like."""
+"""Losses and metrics, where a model is made and kept, what is told of it and drawn: in the simulator, on torch.
+
+(What all backends promise: tests/promises.)
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import re
 import weakref
 
@@ -15,12 +17,10 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, model_parallel, train, two_by_two
-from tests.support.sampling import unless_all
 from unidist.keras.patching.compat import BaseOptimizer
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),
-    "mp": lambda: model_parallel(),
     "2x2": lambda: model_parallel(mesh=two_by_two()),
 }
 
@@ -28,60 +28,6 @@ STRATEGIES = {
 @pytest.fixture(params=STRATEGIES)
 def strategy(request):
     return STRATEGIES[request.param]()
-
-
-OPTIMIZERS = {
-    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
-    "global clipnorm": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1),
-    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.01),
-    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
-    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
-    "weight decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
-    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
-    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, epsilon=1e-3),
-    "nadam": lambda: keras.optimizers.Nadam(0.01, epsilon=1e-3),
-    "lion": lambda: keras.optimizers.Lion(0.001),
-    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
-    # Of whole variables:
-    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
-    "lamb": lambda: keras.optimizers.Lamb(0.01, epsilon=1e-3),
-    "muon": lambda: keras.optimizers.Muon(0.01, epsilon=1e-3),
-}
-
-
-# Each on one mesh in turn, and those that look at more than a part where parts are cut. In ZeRO's stages: test_zero.py;
-# in processes: tests/parity/test_contract.py.
-OF_MORE = ("clipnorm", "global clipnorm", "adafactor", "lamb", "muon")
-OPTIMIZED = unless_all(
-    [
-        *((list(STRATEGIES)[k % 3], name) for k, name in enumerate(OPTIMIZERS) if name not in OF_MORE),
-        *((("mp", "2x2")[k % 2], name) for k, name in enumerate(OF_MORE, 1)),
-    ],
-    list(itertools.product(STRATEGIES, OPTIMIZERS)),
-)
-
-
-@pytest.mark.parametrize(("strategy", "name"), OPTIMIZED, indirect=["strategy"])
-def test_optimizers(name, strategy):
-    x, y = features()
-    assert_equal(train(mlp, x, y, strategy, optimizer=OPTIMIZERS[name]), train(mlp, x, y, optimizer=OPTIMIZERS[name]))
-
-
-def regularized():
-    return keras.Sequential(
-        [
-            layers.Input((12,)),
-            layers.Dense(16, name="a", activation="relu", kernel_regularizer="l2", activity_regularizer="l1"),
-            layers.Dense(8, name="b", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02)),
-            layers.BatchNormalization(),
-            layers.Dense(3),
-        ]
-    )
-
-
-def test_regularizers_count_once(strategy):
-    x, y = features(rows=8)
-    assert_equal(train(regularized, x, y, strategy), train(regularized, x, y))
 
 
 LOSSES = {
@@ -115,39 +61,6 @@ def test_masks_and_weights_of_places(strategy):
 
     found, alone = (train(build, words, wanted, given, sample_weight=weights.copy()) for given in (strategy, None))
     assert_equal(found, alone)
-
-
-def test_fewer_rows_than_devices(strategy):
-    x, y = features(rows=5)
-    found = train(mlp, x, y, strategy, batch_size=2)
-    wanted = train(mlp, x, y, batch_size=2)
-    assert_equal(found, wanted)
-    np.testing.assert_allclose(found.model.predict(x, verbose=0), wanted.model.predict(x, verbose=0), atol=1e-5)
-    np.testing.assert_allclose(
-        found.model.evaluate(x, y, batch_size=3, verbose=0),
-        wanted.model.evaluate(x, y, batch_size=3, verbose=0),
-        atol=1e-5,
-    )
-
-
-class Covariance(keras.Sequential):
-    """A loss that mixes rows: no denominator makes a local one right."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        centered = y_pred - ops.mean(y_pred, axis=0, keepdims=True)
-        covariance = ops.matmul(ops.transpose(centered), centered) / ops.cast(ops.shape(y_pred)[0], "float32")
-        return ops.mean(ops.square(y - y_pred)) + 0.01 * ops.sum(ops.square(covariance)) + sum(self.losses)
-
-
-def covariance():
-    return Covariance(
-        [layers.Input((12,)), layers.Dense(16, name="a", kernel_regularizer="l2"), layers.Dense(3, name="b")]
-    )
-
-
-def test_a_loss_of_the_models_own_sees_all_rows(strategy):
-    x, y = features()
-    assert_equal(train(covariance, x, y, strategy), train(covariance, x, y))
 
 
 def test_fit_outside_the_scope_is_distributed_all_the_same():
@@ -252,25 +165,6 @@ class Given(layers.Layer):
 
     def call(self, x):
         return x @ self.kernel
-
-
-def test_toggling_trainable_between_fits(strategy):
-    x, y = features()
-
-    def run(model):
-        for trainable in (False, True):
-            model.get_layer("a").trainable = trainable
-            model.compile(keras.optimizers.SGD(0.1), loss="mse")
-            model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
-        return [np.asarray(v) for v in model.weights]
-
-    keras.utils.set_random_seed(1)
-    wanted = run(mlp())
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = mlp()
-    for a, b in zip(run(model), wanted, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_dropout_draws_alike_on_replicas_and_apart_on_shards():

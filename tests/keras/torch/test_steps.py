@@ -32,6 +32,18 @@ def strategy(request):
     return STRATEGIES[request.param]()
 
 
+def as_alone(build, strategy, rows=10, **options):
+    """A training by the strategy, with one device's numbers, and one device's."""
+    x, y = features(rows=rows)
+    found, wanted = (train(build, x, y, given, **{k: v() for k, v in options.items()}) for given in (strategy, None))
+    assert_equal(found, wanted)
+    return found, wanted
+
+
+def own(kind):
+    return lambda: kind([layers.Input((12,)), layers.Dense(16, name="a"), layers.Dense(3, name="b")])
+
+
 class OwnStep(keras.Sequential):
     """The documented custom train_step of the torch backend."""
 
@@ -104,20 +116,6 @@ class OwnTrackers(keras.Sequential):
         return [self.tracker, self.twice, self.level, self.error]
 
 
-def test_metrics_that_a_step_is_told_by_itself(strategy):
-    """Losses, numbers computed from losses, means over the rows; in batches that do not divide."""
-    x, y = features()
-    found, wanted = (train(own(OwnTrackers), x, y, given, compiled={}) for given in (strategy, None))
-    assert_equal(found, wanted)
-    assert wanted.history["twice"] == pytest.approx([2 * v for v in wanted.history["loss"]])
-    for a, b in zip(
-        found.model.evaluate(x, y, batch_size=4, verbose=0),
-        wanted.model.evaluate(x, y, batch_size=4, verbose=0),
-        strict=True,
-    ):
-        assert a == pytest.approx(b, abs=1e-5)
-
-
 class Beginning(OwnTrackers):
     """Has the largest prediction in its logs, from the second step on. An epoch's are those of its third."""
 
@@ -127,10 +125,8 @@ class Beginning(OwnTrackers):
 
 
 def test_a_number_that_a_step_begins_to_compute_later_is_of_all_rows_from_the_next_step_on():
-    x, y = features(rows=12)
-    found, wanted = (train(own(Beginning), x, y, given, compiled={}) for given in (unidist.DataParallel(), None))
+    found, wanted = as_alone(own(Beginning), unidist.DataParallel(), 12, compiled=dict)
     assert found.history["largest"][-1] == pytest.approx(wanted.history["largest"][-1], abs=1e-5)
-    assert_equal(found, wanted)
 
 
 class Judged(OwnTrackers):
@@ -153,10 +149,8 @@ class Judged(OwnTrackers):
 
 def test_batches_behind_each_other_stay_in_parts(strategy):
     """No rows are sent for them, also not in the first step."""
-    x, y = features(14)
     with unidist.ledger() as sent:
-        found = train(own(Judged), x, y, strategy, compiled={})
-    assert_equal(found, train(own(Judged), x, y, compiled={}))
+        as_alone(own(Judged), strategy, 14, compiled=dict)
     assert not any(event.purpose.startswith("rows of") for event in sent.events)
 
 
@@ -167,13 +161,6 @@ class Following(OwnTrackers):
         self.tracker.update_state(loss)
         self.level.update_state(ops.norm(self.layers[0].kernel.value))
         return {m.name: m.result() for m in self.metrics}
-
-
-@pytest.mark.parametrize("kind", [OwnTrackers, Following])
-def test_a_metric_follows_a_number_of_all_rows_or_of_none(kind):
-    x, y = features()
-    found, wanted = (train(own(kind), x, y, given, compiled={}) for given in (unidist.DataParallel(), None))
-    assert_equal(found, wanted)
 
 
 class OwnNumbers(OwnTrackers):
@@ -204,11 +191,14 @@ class OwnNumbers(OwnTrackers):
         return [self.total, self.rows]
 
 
-def test_numbers_that_a_step_gives_are_of_all_rows(strategy):
-    """In batches that do not divide: the loss as the step sees it, what is computed from it, means over the rows."""
+@pytest.mark.parametrize("kind", [OwnTrackers, OwnNumbers, Following])
+def test_numbers_and_metrics_of_a_step_are_of_all_rows(kind, strategy):
+    """In batches that do not divide: the loss as the step sees it, what is computed from it, means over the rows; and a
+    metric that follows a number of all rows or of none."""
+    found, wanted = as_alone(own(kind), strategy, compiled=dict)
+    if kind is OwnTrackers:
+        assert wanted.history["twice"] == pytest.approx([2 * v for v in wanted.history["loss"]])
     x, y = features()
-    found, wanted = (train(own(OwnNumbers), x, y, given, compiled={}) for given in (strategy, None))
-    assert_equal(found, wanted)
     told = [one.model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True) for one in (found, wanted)]
     assert told[0] == pytest.approx(told[1], abs=1e-5)
 
@@ -300,16 +290,6 @@ def adversaries(x, real, strategy):
     return [*history.history["loss"], *(np.asarray(v) for v in model.weights)]
 
 
-def own(kind):
-    return lambda: kind([layers.Input((12,)), layers.Dense(16, name="a"), layers.Dense(3, name="b")])
-
-
-def test_a_custom_train_step_works(strategy):
-    x, y = features()
-    compiled = {"loss": "mse", "metrics": ["mae"]}
-    assert_equal(train(own(OwnStep), x, y, strategy, compiled=compiled), train(own(OwnStep), x, y, compiled=compiled))
-
-
 class ByHand(OwnStep):
     """Gradients that no backward pass has made are of whole variables."""
 
@@ -379,13 +359,6 @@ class LaterTwoLosses(TwoLosses):
     at_once = False
 
 
-@pytest.mark.parametrize("kind", [OwnLoss, TwoLosses, LaterTwoLosses])
-def test_losses_by_hand_are_of_all_rows(kind, strategy):
-    x, y = features()
-    found, wanted = (train(own(kind), x, y, given) for given in (strategy, None))
-    assert_equal(found, wanted)
-
-
 class Losing(OwnStep):
     """A step down a loss of its own."""
 
@@ -409,12 +382,6 @@ class OfWeights(Losing):
         return loss
 
 
-def test_a_loss_of_weights_alone_is_one_devices(strategy):
-    x, y = features()
-    found, wanted = (train(own(OfWeights), x, y, given) for given in (strategy, None))
-    assert_equal(found, wanted)
-
-
 class Once(keras.metrics.Metric):
     """Its state is a number that all devices know, and the largest that one has seen."""
 
@@ -429,15 +396,6 @@ class Once(keras.metrics.Metric):
 
     def result(self):
         return self.known + 10 * self.largest
-
-
-def test_a_metric_may_keep_no_sum(strategy):
-    x, y = features()
-    found, wanted = (
-        train(own(OwnStep), x, y, given, compiled={"loss": "mse", "metrics": [Once(name="once")]})
-        for given in (strategy, None)
-    )
-    assert_equal(found, wanted)
 
 
 class Median(keras.metrics.Metric):
@@ -473,16 +431,6 @@ class Ramped(keras.losses.Loss):
         return self.calls * ops.square(y_true - y_pred)
 
 
-def test_losses_and_metrics_may_keep_what_is_no_variable(strategy):
-    x, y = features()
-
-    def made():
-        return {"loss": Ramped(), "metrics": [Median(name="median")]}
-
-    found, wanted = (train(own(keras.Sequential), x, y, given, compiled=made()) for given in (strategy, None))
-    assert_equal(found, wanted)
-
-
 class Rising(keras.optimizers.SGD):
     """Counts its steps, and goes further with each."""
 
@@ -493,26 +441,23 @@ class Rising(keras.optimizers.SGD):
         return super().apply([self.steps * g for g in grads], trainable_variables)
 
 
-def test_optimizers_may_keep_what_is_no_variable(strategy):
-    x, y = features()
-    found, wanted = (
-        train(own(keras.Sequential), x, y, given, optimizer=lambda: Rising(0.01), compiled={"loss": "mse"})
-        for given in (strategy, None)
-    )
-    assert_equal(found, wanted)
-
-
 class Thawing(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self.model.layers[0].trainable = epoch > 0
 
 
-def test_a_layer_may_become_trainable_amid_a_training(strategy):
-    x, y = features()
-    found, wanted = (
-        train(own(keras.Sequential), x, y, given, epochs=3, callbacks_too=[Thawing()]) for given in (strategy, None)
-    )
-    assert_equal(found, wanted)
+PARTS = {
+    "a metric without a sum": {"compiled": lambda: {"loss": "mse", "metrics": [Once(name="once")]}},
+    "what is no variable": {"compiled": lambda: {"loss": Ramped(), "metrics": [Median(name="median")]}},
+    "a count of steps": {"optimizer": lambda: lambda: Rising(0.01), "compiled": lambda: {"loss": "mse"}},
+    "a layer that is thawed": {"epochs": lambda: 3, "callbacks_too": lambda: [Thawing()]},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_ones_own_train_as_on_one_device(name, strategy):
+    """Metrics, losses and optimizers that keep something, and a callback that thaws a layer amid a training."""
+    as_alone(own(OwnStep if "without" in name else keras.Sequential), strategy, **PARTS[name])
 
 
 class ThawedInStep(OwnStep):
@@ -542,9 +487,25 @@ class Penalized(Losing):
         return loss + 0.1 * sum((slope**2).sum() for slope in slopes)
 
 
-def test_a_penalty_on_the_gradients_of_weights_is_one_devices(strategy):
-    x, y = features()
-    assert_equal(train(own(Penalized), x, y, strategy), train(own(Penalized), x, y))
+class Mixed(OwnStep):
+    """Gives the loss's tracker one number without a weight and another with that of the batch."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        tracker = self.metrics[0]
+        tracker.reset_state()
+        tracker.update_state(3.0 * logs["loss"])
+        tracker.update_state(logs["loss"], sample_weight=2.5)
+        return {"loss": logs["loss"], "mixed": tracker.result()}
+
+
+# The last one's number without a weight counts once.
+KINDS = [OwnStep, OwnLoss, TwoLosses, LaterTwoLosses, OfWeights, Penalized, Mixed]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_and_its_losses_are_one_devices(kind, strategy):
+    as_alone(own(kind), strategy, 8 if kind is Mixed else 10)
 
 
 class Changed(OwnStep):
@@ -567,33 +528,19 @@ def changed(change):
     return own(Kind)
 
 
-LINEAR = {
+CHANGES = {
     "scaled": lambda loss, model: 0.5 * loss - loss / 4,
     "stacked": lambda loss, model: ops.mean(ops.stack([2 * loss, -loss, loss])[:2]),
     "with what is added": lambda loss, model: loss + sum(model.losses),
-}
-BY_ITSELF = {
     "a penalty": lambda loss, model: loss + 0.01 * ops.sum(ops.square(model.layers[0].kernel.value)),
     "a square": lambda loss, model: 0.01 * loss * loss,
     "a root": lambda loss, model: ops.sqrt(loss),
 }
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_sums_of_losses_are_exact(name, strategy):
-    x, y = features()
-    found, wanted = (train(changed(LINEAR[name]), x, y, given) for given in (strategy, None))
-    for a, b in zip(found.weights, wanted.weights, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", BY_ITSELF)
-def test_a_part_of_a_loss_made_by_hand_is_exact(name, strategy):
-    x, y = features()
-    found, wanted = (train(changed(BY_ITSELF[name]), x, y, given) for given in (strategy, None))
-    assert wanted.history["loss"] == pytest.approx(found.history["loss"], abs=1e-5)
-    for a, b in zip(found.weights, wanted.weights, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_computed_from_a_loss_is_exact(name, strategy):
+    as_alone(changed(CHANGES[name]), strategy)
 
 
 def test_a_barrier_finds_the_mesh_of_the_strategy_in_use():
@@ -792,23 +739,6 @@ def test_a_loss_of_pairs_of_rows_is_told_whole_in_every_step(strategy, rows):
 
     x, y = features(rows=rows)
     assert_equal(train(made, x, y, strategy, epochs=3), train(made, x, y, epochs=3))
-
-
-class Mixed(OwnStep):
-    """Gives the loss's tracker one number without a weight and another with that of the batch."""
-
-    def train_step(self, data):
-        logs = super().train_step(data)
-        tracker = self.metrics[0]
-        tracker.reset_state()
-        tracker.update_state(3.0 * logs["loss"])
-        tracker.update_state(logs["loss"], sample_weight=2.5)
-        return {"loss": logs["loss"], "mixed": tracker.result()}
-
-
-def test_a_number_without_a_weight_counts_once(strategy):
-    x, y = features(rows=8)
-    assert_equal(train(own(Mixed), x, y, strategy), train(own(Mixed), x, y))
 
 
 def test_a_hook_inside_of_a_model_sees_all_rows():

@@ -16,8 +16,8 @@ import torch
 from keras import layers, ops
 
 import unidist
-from tests.keras import contract
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
+from tests.promises.test_loops import few
 from tests.support.comparing import same
 from tests.support.sampling import unless_all
 from unidist.backends.torch.sharded import owners
@@ -827,8 +827,8 @@ def test_steps_that_torch_would_compile_run_eagerly_in_the_simulator():
 def test_a_rank_without_rows_fetches_what_the_others_do(kind, monkeypatch):
     """Backward of a regularizer reads a kernel again, which is a collective where it is stored in parts."""
     monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
-    found = contract.few(kind, 3)
-    same(found, contract.few(None, 0))
+    found = few(kind, 3)
+    same(found, few(None, 0))
     assert found["sharded"]
 
 
