@@ -243,7 +243,7 @@ class Attempt:
         asked, deadline = len(self._received), time.monotonic() + self._request.grace
         if self._received[0] not in ASKS_TO_LEAVE or not self._ask_to_leave():
             return
-        while self._job.running() and time.monotonic() < deadline and len(self._received) == asked:
+        while self._job.at_work() and time.monotonic() < deadline and len(self._received) == asked:
             time.sleep(_POLL)
 
     def _ask_to_leave(self) -> bool:

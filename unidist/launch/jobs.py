@@ -91,6 +91,10 @@ class Job(ABC):
     def running(self) -> bool:
         return None in [process.poll() for process in self._processes()]
 
+    def at_work(self) -> bool:
+        """Whether a rank runs. A server at which they meet would run on behind them."""
+        return None in [child.poll() for child in self._children]
+
     def _processes(self) -> list[subprocess.Popen[bytes] | Forked]:
         return [*self._children, *([] if self._beside is None else [self._beside])]
 
