@@ -429,20 +429,21 @@ def apart_at_the_gate() -> Told:
     return told_by(come)
 
 
-def stall(how: str) -> Told:
-    """Process 1 stops in the middle of fit, alive, or goes another way."""
+def stall(how: str, folder: Path) -> Told:
+    """Process 1 stops in the middle of fit, alive, until process 0 has raised; or goes another way."""
     import keras
 
     import unidist
     from unidist.keras.tensorflow import worlds
 
-    second = unidist.process_index() == 1
+    second, raised = unidist.process_index() == 1, folder / how
 
     class Stall(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             if batch == 3 and how == "late":
                 worlds.backend().world.gate.timeout = 1.0
-                time.sleep(3.0 if second else 0.0)
+                while second and not raised.exists():
+                    time.sleep(0.02)
             if second and batch == 3 and how == "elsewhere":
                 np.asarray(self.model.weights[0])
 
@@ -450,4 +451,6 @@ def stall(how: str) -> Told:
         model = _model()
     x, y = np.ones((64, 4), "float32"), np.ones((64, 8), "float32")
     size = 8 if second and how == "another batch" else 4
-    return told_by(lambda: model.fit(x, y, batch_size=size, verbose=0, callbacks=[Stall()]))
+    told = told_by(lambda: model.fit(x, y, batch_size=size, verbose=0, callbacks=[Stall()]))
+    raised.touch()
+    return told
