@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.docs.documents import blocks
 from tests.launch.runs import ROOT, alive, environment
 from tests.visible import WITH_TENSORFLOW
 from unidist.doctor import world
@@ -58,15 +59,20 @@ def of_world(document: dict[str, Any]) -> dict[str, str]:
     return {check["name"]: check["status"] for check in document["checks"] if check["section"] == "world"}
 
 
-def test_three_processes_of_torch_as_a_person_sees_it(tmp_path: Path) -> None:
-    text, modules = finish(start(["-n", "3"], tmp_path, environment()))
+def test_it_finds_this_machine_in_order_as_a_person_sees_it(tmp_path: Path) -> None:
+    """By the command of docs/watching.md."""
+    (command,) = (block.text.split() for block in blocks("docs/watching.md") if block.language == "bash")
+    assert command[:2] == ["unidist", "doctor"]
+    text, modules = finish(start(command[2:], tmp_path, environment()))
     lines = text.splitlines()
-    assert "FAILED" not in text[text.index("\nworld\n") :], text
-    assert any(line.split()[:2] == ["ok", "links"] and "3 of 3 are right" in line for line in lines), text
+    titles = ["versions", "machine", "network", "environment", "world"]
+    assert [line for line in lines if line in titles] == titles
+    assert lines[-1].endswith("nothing failed")
+    assert any(line.split()[:2] == ["ok", "links"] and "1 of 1 are right" in line for line in lines), text
     for title in ("latency", "bandwidth"):
         top = next(k for k, line in enumerate(lines) if line.startswith(title))
-        rows = [line.split() for line in lines[top + 1 : top + 5]]
-        assert rows[0] == ["0", "1", "2"]
+        rows = [line.split() for line in lines[top + 1 : top + 4]]
+        assert rows[0] == ["0", "1"]
         for rank, row in enumerate(rows[1:]):
             assert row[0] == str(rank)
             assert row[1 + rank] == "-"

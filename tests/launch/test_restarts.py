@@ -43,31 +43,19 @@ def test_a_forked_process_is_as_a_new_one(tmp_path: Path) -> None:
 
 
 def test_a_training_goes_on_in_forked_processes(tmp_path: Path) -> None:
-    script = program(tmp_path, restarting.TRAINING)
-    done = run(["-n", "2", "--backend", "jax", "--max-restarts", "1", script], tmp_path)
-    assert done.code == 0, done.err
-    assert re.search(r"^unidist: restart 1 of 1, from checkpoint 6 \([6-9] steps were made\)$", done.err, re.MULTILINE)
-    for rank in (0, 1):
+    """Of two nodes, each of which has a server of its own."""
+    script, address = program(tmp_path, restarting.TRAINING), f"127.0.0.1:{free_port()}"
+    both = ["-n", "1", "--nodes", "2", "--backend", "jax", "--max-restarts", "1", "--address", address]
+    nodes = [start([*both, "--node-rank", str(node), script], tmp_path) for node in (0, 1)]
+    ended = [finish(node) for node in nodes]
+    for rank, done in enumerate(ended):
+        assert done.code == 0, done.err
         words = done.of_rank(rank)[-1].split()
         assert words[:4] == ["forked", "True", "steps", "6"]
         assert float(words[5]) < 1e-6
     # Those of the training that was not interrupted count too.
-    assert re.match(
-        r"unidist: started in [\d.]+ s, then goodput \d+%: .* in 24 steps that count;", done.err.splitlines()[-1]
-    )
-
-
-def test_processes_of_two_nodes_are_forked_too(tmp_path: Path) -> None:
-    """Each node has a server of its own; on torch they meet at node 0's store."""
-    script, address = program(tmp_path, restarting.TRAINING), f"127.0.0.1:{free_port()}"
-    both = ["-n", "1", "--nodes", "2", "--backend", "torch", "--max-restarts", "1", "--address", address]
-    nodes = [start([*both, "--node-rank", str(node), script], tmp_path) for node in (0, 1)]
-    for rank, done in enumerate([finish(node) for node in nodes]):
-        assert done.code == 0, done.err
-        assert "elastic" not in done.err  # torchrun's agent has no part in it
-        words = done.of_rank(rank)[-1].split()
-        assert words[:4] == ["forked", "True", "steps", "6"]
-        assert float(words[5]) < 1e-6
+    last = ended[0].err.splitlines()[-1]
+    assert re.match(r"unidist: started in [\d.]+ s, then goodput \d+%: .* in 24 steps that count;", last)
 
 
 @pytest.mark.parametrize("killed", [["launcher"], ["launcher", "server"], ["server"]], ids=" and ".join)

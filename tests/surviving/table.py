@@ -59,6 +59,7 @@ def cells() -> Iterator[Cell]:
             for place in ("first step", "forward", "between steps", "evaluating", "saving", "last step"):
                 yield Cell(GONE, place, backend, world, dropout=backend not in DRAWS_APART)
             yield Cell(BACK, "between steps", backend, world, dropout=backend not in DRAWS_APART)
+            yield Cell(BACK, "copying", backend, world, in_memory=True, dropout=backend not in DRAWS_APART)
         if world != "2x2":
             yield from in_memory(backend, world)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,15 @@ import pytest
 from tests.support import sampling
 from tests.support.hosts import why_not
 from tests.surviving.cells import run
-from tests.surviving.table import Cell, in_memory, sample
+from tests.surviving.table import BACK, Cell, sample
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
-# One a backend: each is a run from nothing, a restart and its reference. `ci/faults.py` runs the whole table.
-COUNT = 4
-# tests/launch/test_run.py has it. The usual draw stays, for ci/covered.toml names two of its cells.
+# Each is a run from nothing, a restart and its reference. JAX is started again in tests/launch/test_restarts.py, torch
+# below; `ci/faults.py` runs the whole table.
+FEW = [Cell("SIGTERM", "between steps", "horovod", "2"), Cell("SIGKILL", "forward", "tensorflow", "2")]
+# tests/launch/test_run.py has it.
 WITHOUT = ("exit 0",)
-# Those of torch train without dropout, as one must whose node is lost: they have one reference.
-CELLS = [replace(cell, dropout=cell.backend != "torch") for cell in sample(COUNT, sampling.SEED, ("2",), WITHOUT)]
-IN_MEMORY = Cell("SIGKILL", "copying", "torch", "2", in_memory=True)
+CELLS = FEW if sampling.SEED == sampling.USUAL and not sampling.WHOLE else sample(4, sampling.SEED, ("2",), WITHOUT)
 NO_HOSTS = why_not()
 
 
@@ -29,15 +27,10 @@ def test_a_run_to_which_something_happens(cell: Cell, tmp_path: Path) -> None:
     assert not outcome.wrong, "\n".join([f"{cell}", *outcome.wrong, *outcome.lines])
 
 
-def test_a_run_that_goes_on_from_memory(tmp_path: Path) -> None:
-    assert IN_MEMORY in in_memory("torch", "2")
-    outcome = run(replace(IN_MEMORY, dropout=False), tmp_path)
-    assert not outcome.wrong, "\n".join([*outcome.wrong, *outcome.lines])
-
-
 @pytest.mark.skipif(bool(NO_HOSTS), reason=f"two hosts cannot be made here: {NO_HOSTS}")
-def test_a_node_that_is_lost_and_comes_back(tmp_path: Path) -> None:
-    outcome = run(Cell("node back", "between steps", "torch", "two hosts", dropout=False), tmp_path)
+def test_a_node_that_is_lost_amid_a_copy_and_comes_back(tmp_path: Path) -> None:
+    """The other goes on from a step in its own memory, and alone."""
+    outcome = run(Cell(BACK, "copying", "torch", "two hosts", in_memory=True, dropout=False), tmp_path)
     assert not outcome.wrong, "\n".join([*outcome.wrong, *outcome.lines])
 
 

@@ -92,7 +92,7 @@ class Job(ABC):
         return None in [process.poll() for process in self._processes()]
 
     def at_work(self) -> bool:
-        """Whether a rank runs. A server at which they meet would run on behind them."""
+        """Says whether a rank runs. A server at which they meet would run on behind them."""
         return None in [child.poll() for child in self._children]
 
     def _processes(self) -> list[subprocess.Popen[bytes] | Forked]:
