@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -53,12 +52,12 @@ FEW_OF_JAX = [
 
 @pytest.fixture(scope="module")
 def expected(alone: Alone) -> Any:
-    return cache(lambda length, *args: alone.world("torch").call(RUN, None, 0, length, *args)[0])
+    return lambda length, *args: alone.run("torch", RUN, None, 0, length, *args)
 
 
 @pytest.fixture(scope="module")
 def of_jax(alone: Alone) -> Any:
-    return cache(lambda *sizes: alone.world("jax").call(RUN, None, 0, LENGTHS[1], "auto", *sizes)[0])
+    return lambda *sizes: alone.run("jax", RUN, None, 0, LENGTHS[1], "auto", *sizes)
 
 
 # Each mesh where it can be, at each stage, and each way with parts that are even and uneven.
@@ -87,7 +86,7 @@ AROUND = [(setting, str(mesh), length) for setting, meshes in MESHES.items() for
 def test_keys_go_round(setting: str, mesh: str, length: int, alone: Alone, worlds: Worlds) -> None:
     sizes: dict[str, int] = eval(mesh)
     how = length, "ring", *BATCHES[0], "going_round"
-    wanted = alone.world("torch").call(RUN, None, 0, *how)[0]
+    wanted = alone.run("torch", RUN, None, 0, *how)
     for found in worlds.get(setting).call(RUN, sizes, 3 if "data" in sizes else 0, *how):
         same(found, wanted)
         assert found["_sent"]["permute"]
@@ -97,7 +96,7 @@ def test_keys_go_round(setting: str, mesh: str, length: int, alone: Alone, world
 def test_programs_whose_keys_go_round(alone: Alone, worlds: Worlds) -> None:
     how = 8, "ring", 4, 4, "going_round"
     for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, *how):
-        same(found, alone.world("torch").call(RUN, None, 0, *how)[0])
+        same(found, alone.run("torch", RUN, None, 0, *how))
         assert found["_unfit"] == []
         assert found["_sent"]["permute"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ PLACES = [
 
 @pytest.fixture(scope="module")
 def expected(alone: Alone) -> Any:
-    return cache(lambda keras, *args: alone.world(keras).call(RUN, None, 0, *args)[0])
+    return lambda keras, *args: alone.run(keras, RUN, None, 0, *args)
 
 
 @pytest.mark.parametrize(("setting", "kind", "zero", "case", "seed"), PLACES)
@@ -57,7 +56,7 @@ def test_layers_that_draw_between_cut_ones(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("case", ["images", "recurrent"])
 def test_programs_draw_as_one_device(case: str, alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("torch").call(RUN, None, 0, case, 5)[0]
+    wanted = alone.run("torch", RUN, None, 0, case, 5)
     for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, "dp", 0, case, 5):
         same(found, wanted)
         assert (found["_programs"], found["_unfit"]) == (4, [])

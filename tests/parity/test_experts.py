@@ -45,7 +45,7 @@ def test_it_trains_as_one_device(
 ) -> None:
     sizes: dict[str, int] = eval(mesh)
     framework = "jax" if "jax" in setting else "torch"
-    expected = alone.world(framework).call(RUN, None)[0]
+    expected = alone.run(framework, RUN, None)
     held = sizes.get("expert", sizes.get("model", 1)) * (sizes.get("data", 1) if zero == 3 else 1)
     for found in worlds.get(setting).call(RUN, sizes, zero, experts):
         same(found, expected)
@@ -58,7 +58,7 @@ def test_it_trains_as_one_device(
 @pytest.mark.parametrize("setting", ["torch-4", "sim-torch", "horovod-4"])
 def test_devices_whose_experts_nobody_chooses(setting: str, alone: Alone, worlds: Worlds) -> None:
     """Of four devices with an expert each two get no rows, forward and backward."""
-    expected = alone.world("torch").call(RUN, None, 0, "all", True)[0]
+    expected = alone.run("torch", RUN, None, 0, "all", True)
     for found in worlds.get(setting).call(RUN, {"expert": 4}, 0, "dispatch", True):
         same(found, expected)
         assert "which are sent to its device" in found["_why"]
@@ -83,5 +83,5 @@ def test_tensorflow_refuses_to_dispatch(worlds: Worlds) -> None:
 def test_programs(experts: str, alone: Alone, worlds: Worlds) -> None:
     """In a program all experts compute: it has one shape for all batches."""
     for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, experts):
-        same(found, alone.world("torch").call(RUN, None)[0])
+        same(found, alone.run("torch", RUN, None))
         assert found["_unfit"] == []

@@ -47,7 +47,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def expected(alone: Alone) -> Any:
-    return cache(lambda *args: alone.world("torch").call(RUN, None, 0, *args)[0])
+    return lambda *args: alone.run("torch", RUN, None, 0, *args)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_it_trains_as_one_device(
 def test_on_tensorflow_over_horovod_it_trains_as_one_device(case: str, alone: Alone, worlds: Worlds) -> None:
     world = worlds.get("horovod-2-tensorflow")
     mixing = world.call("tests.keras.mixing:mixing_of", case)[0]
-    wanted = alone.world("tensorflow").call(RUN, None, 0, case, True)[0]
+    wanted = alone.run("tensorflow", RUN, None, 0, case, True)
     for found in world.call(RUN, "dp", 0, case, True):
         same(found, wanted)
         assert found["_mixing"], mixing
@@ -107,13 +107,13 @@ def test_what_gives_other_rows_is_refused_on_tensorflow_over_horovod(case: str, 
 @pytest.mark.parametrize(("setting", "zero"), [("sim-torch", 0), ("torch-2", 3)])
 def test_a_loss_may_need_more_rows_than_a_process_has(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
     """Keras traces it before the first step, with the rows of all."""
-    wanted = alone.world("torch").call("tests.keras.alike:mined", None, 0)[0]
+    wanted = alone.run("torch", "tests.keras.alike:mined", None, 0)
     for found in worlds.get(setting).call("tests.keras.alike:mined", "dp", zero):
         same(found, wanted)
 
 
 def test_a_constant_is_no_batch(alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("torch").call("tests.keras.mixing:table_beside", None, 0)[0]
+    wanted = alone.run("torch", "tests.keras.mixing:table_beside", None, 0)
     for found in worlds.get("sim-torch").call("tests.keras.mixing:table_beside", "dp", 0):
         same(found, wanted)
 
@@ -128,7 +128,7 @@ def test_a_constant_is_no_batch(alone: Alone, worlds: Worlds) -> None:
 def test_a_program_of_what_mixes_is_one_devices(
     zero: int, program: str, args: tuple[Any, ...], count: int, alone: Alone, worlds: Worlds
 ) -> None:
-    wanted = alone.world("torch").call(program, None, 0, *args)[0]
+    wanted = alone.run("torch", program, None, 0, *args)
     for found in worlds.get("torch-2").call("tests.keras.torch.promised:run", program, "dp", zero, *args):
         same(found, wanted)
         assert (found["_programs"], found["_unfit"]) == (count, [])

@@ -20,7 +20,7 @@ RUN = "tests.keras.loops:looped"
 def test_gradients_are_averaged_over_the_processes(
     before: str, own: bool, setting: str, alone: Alone, worlds: Worlds
 ) -> None:
-    wanted = alone.world("torch").call(RUN, None, before, own)[0]
+    wanted = alone.run("torch", RUN, None, before, own)
     found = worlds.get(setting).call(RUN, "dp", before, own)
     for one in found:
         same(one, wanted)
@@ -35,7 +35,7 @@ SIMULATED = [("dp", 0), ("dp", 2), ("dp", 3), ("mp", 0), ("2x2", 1), ("2x2", 3)]
 def test_the_simulators_program_is_one_devices(kind: str, zero: int, by: str, alone: Alone, worlds: Worlds) -> None:
     program = "tests.keras.loops:outside"
     (found,) = worlds.get("sim-torch").call(program, kind, zero, by)
-    same(found, alone.world("torch").call(program, None, 0, by)[0])
+    same(found, alone.run("torch", program, None, 0, by))
     assert found["sharded"] == (kind != "dp" or zero > 0)
 
 
@@ -43,7 +43,7 @@ def test_the_simulators_program_is_one_devices(kind: str, zero: int, by: str, al
 def test_rows_that_a_sampler_deals_out_make_one_devices_steps(by: str, alone: Alone, worlds: Worlds) -> None:
     """The simulator is one process, to which all rows are dealt."""
     program = "tests.keras.loops:outside"
-    wanted = alone.world("torch").call(program, None, 0, by)[0]["weights"]
+    wanted = alone.run("torch", program, None, 0, by)["weights"]
     for setting in ("sim-torch", "torch-2"):
         for found in worlds.get(setting).call(program, "dp", 0, by, True):
             close(found["weights"], wanted)
@@ -62,7 +62,7 @@ def test_a_loop_in_the_simulator_is_one_devices(
     before: str, zero: int, zeroes: str, derived: bool, alone: Alone, worlds: Worlds
 ) -> None:
     given = (before, False, zero, zeroes, derived)
-    wanted = alone.world("torch").call(RUN, None, *given)[0]
+    wanted = alone.run("torch", RUN, None, *given)
     (found,) = worlds.get("sim-torch").call(RUN, "dp", *given)
     same(found, wanted)
     np.testing.assert_allclose(found["losses"], wanted["losses"], atol=1e-5)
@@ -71,7 +71,7 @@ def test_a_loop_in_the_simulator_is_one_devices(
 @pytest.mark.parametrize("zeroes", ["zero_grad", "variables", "parameters"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_gradients_that_are_kept_in_parts_are_of_one_step(zero: int, zeroes: str, alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("torch").call(RUN, None, "nothing", True)[0]
+    wanted = alone.run("torch", RUN, None, "nothing", True)
     for one in worlds.get("torch-2").call(RUN, "dp", "nothing", True, zero, zeroes):
         same(one, wanted)
 
@@ -81,7 +81,7 @@ def test_gradients_that_are_kept_in_parts_are_of_one_step(zero: int, zeroes: str
 )
 def test_gradients_of_autograd_grad_are_averaged_too(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
     given = (True, zero, "zero_grad", True)
-    wanted = alone.world("torch").call(RUN, None, "nothing", *given)[0]
+    wanted = alone.run("torch", RUN, None, "nothing", *given)
     for found in worlds.get(setting).call(RUN, "dp", "nothing", *given):
         same(found, wanted)
 
@@ -91,14 +91,14 @@ def test_steps_whose_gradients_are_not_finite_are_left_out(
     setting: str, zero: int, alone: Alone, worlds: Worlds
 ) -> None:
     given = (setting == "torch-2", zero, "zero_grad", False, True)
-    wanted = alone.world("torch").call(RUN, None, "nothing", *given)[0]
+    wanted = alone.run("torch", RUN, None, "nothing", *given)
     for found in worlds.get(setting).call(RUN, "dp", "nothing", *given):
         same(found, wanted)
 
 
 @pytest.mark.parametrize(("setting", "zero"), [("sim-torch", 3), ("torch-2", 1), ("torch-2", 3)])
 def test_a_step_on_values_that_are_given_is_one_devices(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("torch").call("tests.keras.loops:stateless", None, 0)[0]
+    wanted = alone.run("torch", "tests.keras.loops:stateless", None, 0)
     for found in worlds.get(setting).call("tests.keras.loops:stateless", "dp", zero):
         same(found, wanted)
 
@@ -112,7 +112,7 @@ def test_gradients_are_clipped_by_norms_of_whole_variables(
     kind: str, zero: int, by: str, alone: Alone, worlds: Worlds
 ) -> None:
     program = "tests.keras.loops:clipped"
-    wanted = alone.world("torch").call(program, None, zero, by)[0]
+    wanted = alone.run("torch", program, None, zero, by)
     assert min(wanted["norms"]) > 0.1
     for setting in ("torch-2" if kind == "dp" else "torch-4", "sim-torch"):
         for found in worlds.get(setting).call(program, kind, zero, by):
@@ -126,7 +126,7 @@ def test_what_torch_has_frozen_stays_so_where_layouts_are_found(worlds: Worlds) 
 @pytest.mark.parametrize(("zero", "by"), [(0, "layers"), (0, "parameters"), (1, "layers"), (3, "layers")])
 def test_layers_may_become_trainable_amid_a_loop(zero: int, by: str, alone: Alone, worlds: Worlds) -> None:
     program = "tests.keras.loops:thawed"
-    wanted = alone.world("torch").call(program, None, zero, by)[0]
+    wanted = alone.run("torch", program, None, zero, by)
     for found in worlds.get("torch-2").call(program, "dp", zero, by):
         same(found, wanted)
 
@@ -142,7 +142,7 @@ def test_gradients_of_which_more_are_to_be_made_are_refused(worlds: Worlds) -> N
 
 @pytest.mark.parametrize("setting", ["torch-2", "horovod-2", "sim-torch"])
 def test_what_two_models_share_is_averaged_once(setting: str, alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("torch").call("tests.keras.loops:two_heads", None)[0]
+    wanted = alone.run("torch", "tests.keras.loops:two_heads", None)
     for found in worlds.get(setting).call("tests.keras.loops:two_heads", "dp"):
         same(found, wanted)
 

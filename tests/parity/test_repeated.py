@@ -30,7 +30,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "cut", "zero", "is_eager"), CASES)
 def test_ids_that_repeat(name: str, cut: str, zero: int, is_eager: bool, alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("tensorflow").call("tests.parity.repeated:trained", None, 0, name)[0]
+    wanted = alone.run("tensorflow", "tests.parity.repeated:trained", None, 0, name)
     found = worlds.get("tensorflow-4").call("tests.parity.repeated:trained", cut, zero, name, is_eager)[0]
     same(found, wanted)
     assert any("embeddings" in path for path in found["sharded"])

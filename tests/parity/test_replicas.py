@@ -28,7 +28,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("setting", "mesh", "zero"), unless_all(PLACES, ALL))
 def test_it_trains_as_one_device(setting: str, mesh: int, zero: int, alone: Alone, worlds: Worlds) -> None:
-    expected = alone.world(SETTINGS[setting].keras).call(RUN, None)[0]
+    expected = alone.run(SETTINGS[setting].keras, RUN, None)
     for found in worlds.get(setting).call(RUN, MESHES[mesh], zero):
         same(found, expected)
         held(found, zero)
@@ -75,7 +75,7 @@ def sent_as_compiled(found: Any, zero: int) -> None:
 def test_beside_a_model_axis(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
     run = RUN if setting == "sim-jax-8" else ON_EIGHT
     for found in worlds.get(setting).call(run, {"replica": 2, "shard": 2, "model": 2}, zero):
-        same(found, alone.world(SETTINGS[setting].keras).call(RUN, None)[0])
+        same(found, alone.run(SETTINGS[setting].keras, RUN, None))
         assert found["_held"] <= found["_bytes"] / (3 if zero == 3 else 1.5)
         if setting == "sim-torch":
             assert {tuple(what.split(" ")[:2]) for what in found["_sent"] if what.endswith(" gradient")} == {
@@ -93,6 +93,6 @@ def test_dtensor_cuts_rows_over_one_axis(setting: str, worlds: Worlds) -> None:
 @pytest.mark.parametrize("zero", [1, 3])
 def test_programs(zero: int, alone: Alone, worlds: Worlds) -> None:
     for found in worlds.get("torch-4").call(AS_PROGRAMS, RUN, MESHES[0], zero):
-        same(found, alone.world("torch").call(RUN, None)[0])
+        same(found, alone.run("torch", RUN, None))
         assert found["_unfit"] == []
         held(found, zero)

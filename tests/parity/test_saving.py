@@ -60,7 +60,7 @@ def test_every_process_sees_whole_files_once_saving_returns(written: Written) ->
 
 
 def test_one_device_loads_it_and_trains_on(written: Written, alone: Alone) -> None:
-    result = alone.world(written.keras).call("tests.parity.train:load_and_go_on", CASE, None, str(written.folder))[0]
+    result = alone.run(written.keras, "tests.parity.train:load_and_go_on", CASE, None, str(written.folder))
     assert_same_arrays(result.start, written.saved[0].weights, 0.0)
     assert_same_values(result.predict, written.saved[0].predict)
     assert_same_arrays(result.start, alone.train(written.keras, CASE).weights)
@@ -75,7 +75,7 @@ def test_another_strategy_loads_it_and_trains_on_as_one_device(written: Written,
     }
     every, folder = places[written.keras], str(written.folder)
     one = every[{"torch-2": 0, "torch-4": 1}.get(written.setting, 2)]
-    wanted = alone.world(written.keras).call("tests.parity.train:load_and_go_on", CASE, None, folder)[0]
+    wanted = alone.run(written.keras, "tests.parity.train:load_and_go_on", CASE, None, folder)
     for setting, spec in unless_all((one,), every):
         for result in worlds.get(setting).call("tests.parity.train:load_and_go_on", CASE, spec, folder):
             assert_same_arrays(result.start, written.saved[0].weights, 0.0)
