@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Keras's own tests, run under a strategy: `python3 ci/keras_own.py`.
 
-    python3 ci/keras_own.py                             # a sample of every pass, at most three minutes on two cores
+    python3 ci/keras_own.py                             # a sample of every pass, at most two minutes on two cores
     python3 ci/keras_own.py --all                       # every pass, whole
     python3 ci/keras_own.py sim-data --only callbacks   # the files of one pass whose names begin so
     python3 ci/keras_own.py plain-torch                 # a pass without unidist, which ci/keras_own.toml is checked by
@@ -57,7 +57,7 @@ WHOLE = (
 # Of what runs elsewhere this share, with --all too: each test costs two processes, or programs that are compiled.
 SAMPLED = {"torch-data": 0.05, "torch-model": 0.05, "jax-data": 0.05, "tensorflow-data": 0.05}
 # A sample is of a share of the files, of which all tests are collected, and of a share of the tests of these.
-OF_FILES, SHARE, CHUNK, WORKERS, SECONDS = 0.3, 0.03, 12, 2, 120
+OF_FILES, SHARE, CHUNK, WORKERS, SECONDS = 0.3, 0.02, 12, 2, 120
 MOST_LIMITS = 0.01
 
 
