@@ -1,6 +1,6 @@
 """Running programs of the documents in processes that have Keras imported: forked ones, of each program its own.
 
-In which order a program imports Keras and unidist is seen where it is run fresh: README's, and the first page's.
+In which order a program imports Keras and unidist is seen where it is run fresh: README's.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import io
 import os
 import runpy
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from tests import preloaded
+from tests.support.hiding import HIDDEN
 from tests.visible import OF_KERAS
 from unidist.testing.processes import ProcessWorld
 
@@ -37,6 +38,24 @@ def run_together(name: str, folder: Path, count: int) -> str:
                 raise outcome.failure
             lines += [f"[{rank}] {line}\n" for line in (outcome.value or "").splitlines()]
     return "".join(lines)
+
+
+def run_command(*arguments: str, keras: str = "torch", visible: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    """What `unidist ...` ends with and prints, on both streams; `visible`: modules that are hidden from other tests."""
+    with ProcessWorld(1, launcher=None, env=OF_KERAS[keras], preload=preloaded.KERAS[keras], timeout=240.0) as world:
+        ended: tuple[int, str, str] = world.call(as_a_command, arguments, visible)[0]
+    return ended
+
+
+def as_a_command(arguments: tuple[str, ...], visible: tuple[str, ...]) -> tuple[int, str, str]:
+    from unidist import cli
+
+    os.environ["COLUMNS"] = "100"
+    sys.path[:] = [entry for entry in sys.path if not entry.endswith(tuple(HIDDEN[name] for name in visible))]
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = cli.main(list(arguments))
+    return code, out.getvalue(), err.getvalue()
 
 
 def as_a_program(folder: str, name: str, arguments: tuple[str, ...]) -> str:

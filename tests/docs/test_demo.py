@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.docs.documents import assert_demo
+from tests.docs.forked import run_command
 from tests.support.hiding import HIDDEN, path_with
 from tests.support.sampling import unless_all
 from unidist import demo
@@ -17,37 +18,21 @@ from unidist.backends import installed
 from unidist.errors import BackendNotAvailableError, MeshError
 
 pytestmark = pytest.mark.slow
-VISIBLE = {"PYTHONPATH": path_with("sklearn"), "JAX_PLATFORMS": "cpu", "COLUMNS": "100"}
-
-
-def run(*arguments: str, keras: str = "torch") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "unidist", "demo", *arguments],
-        env={
-            **os.environ,
-            "KERAS_BACKEND": keras,
-            "JAX_PLATFORMS": "cpu",
-            "COLUMNS": "100",
-            "PYTHONPATH": path_with("sklearn"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
 
 
 # On torch in the simulator, as without an argument: the README's first line, in test_readme.py.
 @pytest.mark.parametrize(("keras", "backend"), [*unless_all((), (("torch", "sim"),)), ("jax", "jax")])
 def test_it_keeps_its_bounds_and_shows_layouts_traffic_and_memory(keras: str, backend: str) -> None:
-    done = run("--backend", backend, keras=keras)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_demo(done.stdout)
+    code, out, err = run_command("demo", "--backend", backend, keras=keras, visible=("sklearn",))
+    assert code == 0, out + err
+    assert_demo(out)
 
 
 def test_a_missed_bound_is_a_non_zero_exit_code_on_any_mesh() -> None:
     """After an epoch the digits are not learned yet; the numbers are one device's all the same."""
-    done = run("--epochs", "1", "--mesh", "data=1,model=2", "--quiet")
+    command = [sys.executable, "-m", "unidist", "demo", "--epochs", "1", "--mesh", "data=1,model=2", "--quiet"]
+    env = {**os.environ, "KERAS_BACKEND": "torch", "COLUMNS": "100", "PYTHONPATH": path_with("sklearn")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "MISS  accuracy on held-back digits" in done.stdout
     assert (done.stdout.count("MISS  "), done.stdout.count("ok  ")) == (1, 2)
@@ -70,7 +55,6 @@ def test_a_mesh_that_cannot_be_is_refused(arguments: list[str], monkeypatch: pyt
 
 
 def test_where_devices_are_processes_it_says_how_to_start_them() -> None:
-    done = run("--backend", "torch")
-    assert done.returncode == 2
-    assert "`unidist run -n 4 --backend torch -m unidist demo --backend torch`" in done.stderr
-    assert done.stdout == ""
+    code, out, err = run_command("demo", "--backend", "torch", visible=("sklearn",))
+    assert (code, out) == (2, "")
+    assert "`unidist run -n 4 --backend torch -m unidist demo --backend torch`" in err

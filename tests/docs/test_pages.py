@@ -1,8 +1,8 @@
 """The examples of the pages run as they stand, and print what the pages show.
 
 Programs run in processes that are forked with Keras imported: those that `python` starts, and those of `unidist run`,
-but for the first page's. Files with names are written into one folder, and the page's other commands run there as a
-reader would run them.
+which tests/launch gives many. Files with names are written into one folder, and the page's other commands run there as
+a reader would run them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ ELSEWHERE = {"README.md", "docs/internals/adapters.md", "docs/pictures.md"}
 PAGES = [page for page in pages() if page not in ELSEWHERE]
 # What these pages say holds with Keras on JAX too.
 ALSO_ON_JAX = ("docs/training.md", "docs/steps.md")
-# Started by test_watching_page.py.
+# Started by tests/launch/test_doctor.py.
 DOCTOR = "unidist doctor -n 2"
-# Its command is given to the launcher itself; tests/launch has much more of that.
-FIRST = "docs/guide/five-minutes.md"
 
 
 def _programs(*documents: str) -> list[tuple[str, Block]]:
@@ -61,7 +59,7 @@ def test_a_command_runs(page: str, block: Block, tmp_path: Path) -> None:
         together = re.fullmatch(r"unidist run -n (\d+) (\w+\.py)", command)
         if program.exists():
             printed = run_forked(program.read_text(), tmp_path)
-        elif together and page != FIRST:
+        elif together:
             printed = run_together(together[2], tmp_path, int(together[1]))
         else:
             printed = run(command, tmp_path, timeout=500)

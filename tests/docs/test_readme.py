@@ -19,8 +19,8 @@ pytestmark = pytest.mark.processes
 README = "README.md"
 CHOICES = table(README, "| line | start it with |")
 SCOPES = table(README, "| the scope | weights on a device | slots on a device |")
-# The rows of several processes differ in a name: docs/guide/five-minutes.md runs a script that names none by the same
-# command, and tests/parity compares torch and Horovod with one device in many models.
+# The rows of several processes differ in a name: tests/launch gives the command programs that name none, and
+# tests/parity compares torch and Horovod with one device in many models.
 TRIED = unless_all([row for row in CHOICES if row[1].startswith("python")], CHOICES)
 USE = 'unidist.use("sim", devices=4)'
 
