@@ -40,7 +40,7 @@ def torch_world(layout_pairs: int = 60) -> World:
 
 def torch_world_of_four() -> World:
     """Horovod lets its processes agree on each collective every millisecond: with four on few cores that is slow."""
-    return torch_world(layout_pairs=unless_all(7, 15))
+    return torch_world(layout_pairs=unless_all(5, 15))
 
 
 def _tensor(value: Array, dtype: str) -> Any:
@@ -74,7 +74,7 @@ def tensorflow_world(layout_pairs: int = 30) -> World:
 
 
 def tensorflow_world_of_four() -> World:
-    return tensorflow_world(layout_pairs=unless_all(3, 4))
+    return tensorflow_world(layout_pairs=unless_all(2, 4))
 
 
 def _eager(value: Array, dtype: str) -> Any:

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import unidist
 from tests import preloaded
+from tests.support.sampling import unless_all
 from unidist import DistributedArray, Layout, Mesh
 from unidist.algebra import Sharding, redistribution
 from unidist.backends.jax.hlo import collectives_of
@@ -265,7 +266,7 @@ def uneven_parts_go_where_the_reference_puts_them() -> None:
     """Parts that are cut twice do not come one after the other: 9 over 2 and 4 is 2 2 1 0 and 1 1 1 1."""
     both, swapped = ("data", "model"), ("model", "data")
     backend: Any = unidist.backend()
-    for src, dst in (
+    moves = (
         (Layout(partial=both), Layout(both)),
         (Layout(partial=both), Layout(swapped, None)),
         (Layout("data", partial="model"), Layout(both)),
@@ -280,8 +281,10 @@ def uneven_parts_go_where_the_reference_puts_them() -> None:
         (Layout(), Layout(both)),
         (Layout(partial={"data": "max", "model": "max"}), Layout(both)),
         (Layout(partial={"data": "prod", "model": "prod"}), Layout()),
-    ):
-        for shape in ((9, 9), (13, 3), (1, 10)):
+    )
+    shapes = (9, 9), (13, 3), (1, 10)
+    for k, (src, dst) in enumerate(moves):
+        for shape in unless_all(shapes[k % 3 :][:1], shapes):
             there, here = (Sharding(MESH, layout, shape) for layout in (src, dst))
             _, shards = samples.legal_shards(there, RNG, "float32")
             out = backend.redistribute(backend.from_local([shards[rank] for rank in range(8)], there), there, here)

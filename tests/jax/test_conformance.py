@@ -69,7 +69,7 @@ def _world(backend: Any, layout_pairs: int) -> World:
         numpy=_numpy,
         vjp=vjp,
         layout_pairs=layout_pairs,
-        layouts=unless_all(3, None),
+        layouts=unless_all(2, None),
     )
     return world
 
@@ -79,7 +79,7 @@ def _numpy(x: Any) -> Array:
 
 
 def eight_devices() -> World:
-    return _world(unidist.use("jax", devices=8), unless_all(3, 12))
+    return _world(unidist.use("jax", devices=8), unless_all(2, 12))
 
 
 def six_wide_devices() -> World:

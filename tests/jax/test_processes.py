@@ -324,7 +324,7 @@ def test_a_process_that_does_not_come_is_named() -> None:
     for index, words in ((0, "processes [1] of 2 did not come"), (1, f"could not reach process 0 at 127.0.0.1:{port}")):
         with ProcessWorld(1, launcher=None, env={"UNIDIST_TEST_INDEX": str(index)}, preload=preloaded.JAX) as world:
             with pytest.raises(ProcessFailedError) as caught:
-                world.call(join_by_hand, port, (2, 2), 2.0)
+                world.call(join_by_hand, port, (2, 2), 1.0)
             assert caught.value.kind == BackendNotAvailableError.__name__
             assert words in caught.value.message
 

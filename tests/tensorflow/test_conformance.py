@@ -52,12 +52,12 @@ def _world(backend: Any, layout_pairs: int) -> World:
         return found
 
     return World(
-        backend=backend, array=array, numpy=numpy, vjp=vjp, layout_pairs=layout_pairs, layouts=unless_all(3, None)
+        backend=backend, array=array, numpy=numpy, vjp=vjp, layout_pairs=layout_pairs, layouts=unless_all(2, None)
     )
 
 
 def eight_devices() -> World:
-    return _world(unidist.use("tensorflow", devices=8), unless_all(3, 12))
+    return _world(unidist.use("tensorflow", devices=8), unless_all(2, 12))
 
 
 def two_devices_each() -> World:

@@ -580,7 +580,7 @@ def lose(how: str, noticed: str) -> dict[str, tuple[float, str, str]]:
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
 def test_a_lost_peer_is_told(how: str, tmp_path: Path) -> None:
     with ProcessWorld(
-        2, setup=join_for_seconds, setup_args=(4.0 if how == "sleeps" else 60.0,), preload=preloaded.TORCH
+        2, setup=join_for_seconds, setup_args=(2.0 if how == "sleeps" else 60.0,), preload=preloaded.TORCH
     ) as processes:
         outcomes = processes.outcomes(lose, how, str(tmp_path / "noticed"))
         assert outcomes[0].failure is None, outcomes[0].failure

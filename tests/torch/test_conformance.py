@@ -16,7 +16,7 @@ from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
 
 
-def world(layout_pairs: int = 60) -> World:
+def world(layout_pairs: int = unless_all(30, 60)) -> World:
     """Called in each process, under torchrun's environment."""
     return World(
         backend=unidist.use("torch"),
@@ -29,7 +29,7 @@ def world(layout_pairs: int = 60) -> World:
 
 
 def world_of_four() -> World:
-    return world(unless_all(14, 60))
+    return world(unless_all(10, 60))
 
 
 def _tensor(value: Array, dtype: str) -> torch.Tensor:

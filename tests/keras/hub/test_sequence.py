@@ -49,12 +49,12 @@ def test_a_block_sends_the_halves_of_its_all_reduces(name: str, ranks: int) -> N
     for in_parts in (False, True):
         mesh = zoo.mesh({"model": ranks})
         with unidist.ledger() as traffic:
-            zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(mesh, sequence_parallel=in_parts), steps=3)
+            zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(mesh, sequence_parallel=in_parts))
         blocks = [e for e in traffic.events if e.purpose.startswith("transformer_layer_")]
         # Keys and values of fewer heads than devices are computed whole: theirs are no part of the two.
         blocks = [e for e in blocks if not e.purpose.endswith(("/key", "/value"))]
         sent[in_parts] = Counter(e.op for e in blocks), sum(e.bytes for e in blocks), {e.bytes for e in blocks}
-    steps, layers = 3, 2
+    steps, layers = zoo.STEPS, 2
     activations = zoo.ROWS * zoo.LENGTH * zoo._SIZES["hidden_dim"] * 4
     half = Fraction((ranks - 1) * activations, ranks)
     assert sent[False] == (Counter(all_reduce=4 * layers * steps), 8 * layers * steps * half, {2 * half})
@@ -64,13 +64,13 @@ def test_a_block_sends_the_halves_of_its_all_reduces(name: str, ranks: int) -> N
 
 def test_weights_on_parts_are_summed_by_one_all_reduce() -> None:
     with unidist.ledger() as traffic:
-        found = zoo.train(zoo.BACKBONES["llama gqa"], strategy({"model": 2}), steps=3)
+        found = zoo.train(zoo.BACKBONES["llama gqa"], strategy({"model": 2}))
     norms = [v for v in found.model.trainable_variables if v.path.endswith("/scale")]
     sums = [e for e in traffic.events if e.purpose == "weights on parts of the sequence"]
     # Two norms of each of two blocks, and the last one; over 2 devices an all_reduce sends as much as it sums. The head
     # behind it multiplies each rank's sum over its places.
     assert len(norms) == 5
-    assert [(e.op, e.bytes) for e in sums] == [("all_reduce", (5 * 16 + 16 * 3) * 4)] * 3
+    assert [(e.op, e.bytes) for e in sums] == [("all_reduce", (5 * 16 + 16 * 3) * 4)] * zoo.STEPS
 
 
 class Shapes(TorchDispatchMode):
@@ -125,7 +125,8 @@ def test_what_backward_keeps_of_the_activations_is_less() -> None:
     kept = {}
     for in_parts in (False, True):
         chosen = unidist.ModelParallel(unidist.Mesh({"model": 4}), sequence_parallel=in_parts)
-        model = zoo.train(lambda: zoo.M.BertBackbone(**{**zoo._ABSOLUTE, "max_sequence_length": 64}), chosen).model
+        wide = {**zoo._ABSOLUTE, "max_sequence_length": 64}
+        model = zoo.train(lambda wide=wide: zoo.M.BertBackbone(**wide), chosen, steps=1).model
         x = {key: torch.as_tensor(value).repeat(1, 8) for key, value in zoo.inputs(model).items()}
         kept[in_parts] = kept_bytes(model, x)
     # Inputs of column layers are kept whole, and what is inside of pairs is cut either way.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,15 @@ import pytest
 import unidist
 from tests import preloaded
 from tests.keras.hub import tasks, writing, zoo
-from tests.visible import QUICK_JAX, WITH_TENSORFLOW
+from tests.support.sampling import each_value
+from tests.visible import QUICK_JAX
 from unidist.testing.processes import ProcessWorld
+
+
+@cache
+def alone(kind: str, sampler: str = "greedy", *, fitted: bool = False) -> np.ndarray:
+    """What one device writes, for all tests that compare with it."""
+    return np.asarray(tasks.generate(kind, None, _seeded(sampler), fitted=fitted)[0])
 
 
 def test_a_classifier_trains() -> None:
@@ -34,8 +42,9 @@ def test_a_causal_model_trains(kind: str) -> None:
     assert len(zoo.rows_of(found.model)) == (4 if kind == "gpt2" else 2)
 
 
+# Gemma 3's cache is a tuple of arrays, of fewer heads than devices here.
 CASES = [
-    *((kind, "greedy") for kind in ("gpt2", "llama gqa", "gemma mqa")),
+    *((kind, "greedy") for kind in ("gpt2", "llama gqa", "gemma mqa", "gemma3")),
     ("gpt2", "top_k"),
     ("llama gqa", "beam"),
 ]
@@ -43,27 +52,17 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "sampler"), CASES)
 def test_generated_tokens_are_those_of_one_device(kind: str, sampler: str) -> None:
-    wanted, _ = tasks.generate(kind, None, _seeded(sampler))
+    wanted = alone(kind, sampler)
     with unidist.ledger() as traffic:
         found, model = tasks.generate(kind, zoo.strategy(kind, 4), _seeded(sampler))
-    np.testing.assert_array_equal(found, wanted)
-    assert unidist.describe(model).sharded
-    assert any("attention" in e.purpose for e in traffic.events)
-    # Asked again, a sampler without chance gives the same tokens.
-    if sampler != "top_k":
-        again = model.generate(tasks.prompt(), stop_token_ids=None)["token_ids"]
-        np.testing.assert_array_equal(again, wanted)
-
-
-def test_a_model_that_keeps_its_cache_in_parts_generates() -> None:
-    """Gemma 3's cache is a tuple of arrays, of fewer heads than devices here."""
-    wanted, _ = tasks.generate("gemma3")
-    with unidist.ledger() as traffic:
-        found, model = tasks.generate("gemma3", zoo.strategy("gemma3", 4))
     np.testing.assert_array_equal(found, wanted)
     assert len(np.unique(wanted)) > 8
     assert unidist.describe(model).sharded
     assert any("attention" in e.purpose for e in traffic.events)
+    # Asked again, a sampler without chance gives the same tokens.
+    if sampler != "top_k":
+        again = model.generate(tasks.prompt(kind), stop_token_ids=None)["token_ids"]
+        np.testing.assert_array_equal(again, wanted)
 
 
 def _seeded(sampler: str) -> str | keras_hub.samplers.Sampler:
@@ -176,17 +175,20 @@ def test_prompts_that_a_scope_lays_out(sampler: str) -> None:
 
 def test_a_trained_model_generates() -> None:
     """Stored in parts, and cut."""
-    wanted, _ = tasks.generate("gpt2", fitted=True)
+    wanted = alone("gpt2", fitted=True)
     for strategy in (zoo.strategy("gpt2", 2), unidist.DataParallel(zero=3)):
         found, model = tasks.generate("gpt2", strategy, fitted=True)
         np.testing.assert_array_equal(found, wanted)
         assert unidist.describe(model).sharded
 
 
-@pytest.mark.parametrize("sizes", [{"context": 2}, {"data": 2, "context": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["gpt2", "llama gqa", "gemma mqa", "gemma3"])
-def test_a_model_that_contexts_trained_generates(kind: str, sizes: dict[str, int]) -> None:
-    wanted, _ = tasks.generate(kind, fitted=True)
+KINDS, SIZES = ("gpt2", "llama gqa", "gemma mqa", "gemma3"), ("context", "data and context")
+
+
+@pytest.mark.parametrize(("kind", "axes"), each_value(list(itertools.product(KINDS, SIZES))))
+def test_a_model_that_contexts_trained_generates(kind: str, axes: str) -> None:
+    sizes = {"context": 2} if axes == "context" else {"data": 2, "context": 2}
+    wanted = alone(kind, fitted=True)
     with unidist.ledger() as traffic:
         found, model = tasks.generate(kind, unidist.ModelParallel(zoo.mesh(sizes)), fitted=True)
     np.testing.assert_array_equal(found, wanted)
@@ -202,45 +204,29 @@ def test_an_encoder_and_a_decoder_generate() -> None:
     assert any("attention" in e.purpose for e in traffic.events)
 
 
-# Strings go through tf.data: in processes of their own, which see TensorFlow.
-PRELOAD = preloaded.TORCH_AND_TENSORFLOW
-ENV = {"KERAS_BACKEND": "torch", **WITH_TENSORFLOW}
-
-
-@pytest.fixture(scope="module")
-def two_processes() -> Iterator[ProcessWorld]:
-    with ProcessWorld(2, env=ENV, setup=tasks.start, setup_args=("torch", 2), timeout=200, preload=PRELOAD) as world:
-        yield world
+@pytest.mark.processes
+def test_generating_in_two_processes(processes: ProcessWorld) -> None:
+    processes.call(tasks.check_generating, 2, True)
 
 
 @pytest.mark.processes
-def test_text_in_two_processes(two_processes: ProcessWorld) -> None:
-    two_processes.call(tasks.check_text, ("bert",), 2)
+def test_prompts_that_a_scope_lays_out_in_two_processes(processes: ProcessWorld) -> None:
+    processes.call(tasks.check_prompts_of_a_scope, "greedy")
 
 
 @pytest.mark.processes
-def test_generating_in_two_processes(two_processes: ProcessWorld) -> None:
-    two_processes.call(tasks.check_generating, 2, True)
+def test_backbones_in_two_processes(processes: ProcessWorld) -> None:
+    processes.call(tasks.check_backbones)
 
 
 @pytest.mark.processes
-def test_prompts_that_a_scope_lays_out_in_two_processes(two_processes: ProcessWorld) -> None:
-    two_processes.call(tasks.check_prompts_of_a_scope, "greedy")
+def test_the_first_process_writes_and_all_wait(processes: ProcessWorld, tmp_path: Path) -> None:
+    writing.check_writing(processes, tmp_path)
 
 
 @pytest.mark.processes
-def test_backbones_in_two_processes(two_processes: ProcessWorld) -> None:
-    two_processes.call(tasks.check_backbones)
-
-
-@pytest.mark.processes
-def test_the_first_process_writes_and_all_wait(two_processes: ProcessWorld, tmp_path: Path) -> None:
-    writing.check_writing(two_processes, tmp_path)
-
-
-@pytest.mark.processes
-def test_a_writer_that_fails_tells_the_others(two_processes: ProcessWorld, tmp_path: Path) -> None:
-    writing.check_failing(two_processes, tmp_path)
+def test_a_writer_that_fails_tells_the_others(processes: ProcessWorld, tmp_path: Path) -> None:
+    writing.check_failing(processes, tmp_path)
 
 
 @pytest.mark.processes

@@ -12,16 +12,17 @@ import keras
 import numpy as np
 
 import unidist
+from tests.launch.runs import wait_until
 from tests.support.runs import fresh
 from unidist.errors import ProcessLostError
 
 
 class Fault(keras.callbacks.Callback):
-    """The victim is killed, or stands still, at the third batch; all note when that was."""
+    """The victim is killed at the third batch, or stands still until another has noticed; all note when that was."""
 
-    def __init__(self, how: str, is_victim: bool, seconds: float) -> None:
+    def __init__(self, how: str, is_victim: bool, noticed: Path) -> None:
         super().__init__()
-        self._how, self._is_victim, self._seconds = how, is_victim, seconds
+        self._how, self._is_victim, self._noticed = how, is_victim, noticed
         self.begun = 0.0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -35,7 +36,7 @@ class Fault(keras.callbacks.Callback):
         if self._is_victim and self._how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if self._is_victim:
-            time.sleep(self._seconds)
+            wait_until(self._noticed.exists, "another process to notice")
 
 
 def lost(how: str, victim: int, entrance: str, timeout: float, folder: str) -> tuple[str, float, Any]:
@@ -48,7 +49,8 @@ def lost(how: str, victim: int, entrance: str, timeout: float, folder: str) -> t
     model.fit(x[:8], y[:8], batch_size=4, verbose=0)
     # Not before: on a busy machine processes come to their first step seconds apart.
     unidist.initialize(timeout=timeout)
-    fault = Fault(how, unidist.process_index() == victim, 4 * timeout)
+    noticed = Path(folder) / "noticed"
+    fault = Fault(how, unidist.process_index() == victim, noticed)
     try:
         if entrance == "fit":
             model.fit(x, y, batch_size=4, epochs=100, callbacks=[fault], verbose=0)
@@ -56,7 +58,9 @@ def lost(how: str, victim: int, entrance: str, timeout: float, folder: str) -> t
             fault.happen()
             model.save(Path(folder) / "model.keras")
     except ProcessLostError as error:
-        return str(error), time.monotonic() - fault.begun, again()
+        met = str(error), time.monotonic() - fault.begun, again()
+        noticed.touch()
+        return met
     return "nothing was noticed", time.monotonic() - fault.begun, None
 
 

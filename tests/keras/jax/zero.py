@@ -110,7 +110,7 @@ class HandWritten(keras.Model):
 def by_hand(kind: str | None, zero: int, eagerly: bool) -> Result:
     fresh()
     case = CASES["conv"]
-    data = {key: case.data()[key] for key in ("x", "y")}
+    data = {key: case.data()[key][: 2 * BATCH] for key in ("x", "y")}
     with scope(_strategy("conv", kind, zero)):
         model = case.build()
         model = HandWritten(model.inputs, model.outputs, name="conv")

@@ -41,6 +41,12 @@ def test_tensors_with_other_numbers_of_rows_in_two_processes(with_tensorflow):
     with_tensorflow.call(cases.graphs)
 
 
+@pytest.mark.processes
+def test_strings_of_a_task_in_two_processes(with_tensorflow):
+    """They go through tf.data."""
+    with_tensorflow.call("tests.keras.hub.tasks:check_text", ("bert",), 2)
+
+
 @pytest.fixture(scope="module")
 def with_tensorflow():
     with ProcessWorld(

@@ -125,7 +125,7 @@ def strategy(sizes: dict[str, int]) -> unidist.ModelParallel:
     return unidist.ModelParallel(unidist.Mesh(sizes), sequence_parallel=True)
 
 
-ON_BOTH = ("nothing", "norm of batches", "in place", "own weights", "penalty")
+ON_BOTH = ("norm of batches", "own weights", "penalty")
 MESHES = {"4": {"model": 4}, "2x2": {"data": 2, "model": 2}}
 CASES = [*((trap, "4") for trap in TRAPS), *((trap, "2x2") for trap in ON_BOTH)]
 

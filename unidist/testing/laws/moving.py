@@ -151,13 +151,17 @@ def check_signs_of_zero(world: World) -> None:
 
 
 def permutations(world: World) -> Iterator[tuple[Mesh, Sharding, tuple[str, ...], tuple[tuple[int, int], ...]]]:
+    turn = 0
     for mesh in samples.meshes(world.size):
         for axes in dict.fromkeys((mesh.axis_names, mesh.axis_names[:1])):
             size = mesh.axis_size(axes)
             sharding = Sharding(mesh, Layout(mesh.axis_names), (2 * world.size, 3))
             ring = tuple((k, (k + 1) % size) for k in range(size))
-            for pairs in (ring, ring[:-1], ((0, size - 1),), ((0, 0),), ()):
-                yield mesh, sharding, axes, pairs
+            kinds = ring, ring[:-1], ((0, size - 1),), ((0, 0),), ()
+            count = min(world.layouts or len(kinds), len(kinds))
+            for k in range(turn, turn + count):
+                yield mesh, sharding, axes, kinds[k % len(kinds)]
+            turn += count
         if len(mesh.axes) > 1:
             minor_first = tuple(reversed(mesh.axis_names))
             yield mesh, Sharding(mesh, Layout(mesh.axis_names), (2 * world.size, 3)), minor_first, ring[:-1]

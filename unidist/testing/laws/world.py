@@ -43,8 +43,8 @@ class World:
             adapter's data, y and the result at the duals of the layouts of function(x) and x. None where the
             framework has none; capabilities.differentiable says so too.
         layout_pairs: how many pairs of layouts are tried on each mesh and shape; 729 are all of two axes and dims.
-        layouts: how many layouts are tried on each mesh and shape where there is no second one, and others on the next
-            ones; 27 are all of two axes and dims. None: all.
+        layouts: how many layouts are tried on each mesh and shape where there is no second one, and of the five kinds
+            of permutations, and others on the next ones; 27 are all of two axes and dims. None: all.
     """
 
     backend: DistributionBackend
