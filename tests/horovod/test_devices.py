@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests import preloaded
-from tests.visible import OF_KERAS
 from unidist.testing.processes import ProcessWorld
 
 pytestmark = pytest.mark.processes
@@ -30,6 +29,6 @@ def refuse() -> str:
 
 
 def test_a_tensor_elsewhere_is_refused() -> None:
-    with ProcessWorld(1, launcher=None, env=OF_KERAS["torch"], preload=preloaded.TORCH) as world:
+    with ProcessWorld(1, launcher=None, preload=preloaded.TORCH) as world:
         (said,) = world.call(refuse)
     assert said.startswith("use('horovod') moves CPU tensors, and this one is on meta")

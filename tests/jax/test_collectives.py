@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import unidist
 from tests import preloaded
 from tests.support.sampling import unless_all
+from tests.visible import QUICK_JAX
 from unidist import DistributedArray, Layout, Mesh
 from unidist.algebra import Sharding, redistribution
 from unidist.backends.jax.hlo import collectives_of
@@ -31,7 +32,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[ProcessWorld]:
-    with ProcessWorld(1, launcher=None, setup=start, preload=preloaded.JAX) as world:
+    with ProcessWorld(1, launcher=None, env=QUICK_JAX, setup=start, preload=preloaded.JAX) as world:
         yield world
 
 

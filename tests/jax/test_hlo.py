@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import unidist
 from tests import preloaded
+from tests.visible import QUICK_JAX
 from unidist.algebra import Layout, Mesh, Sharding, redistribution
 from unidist.backends.jax.hlo import CompiledCollective, collectives_of, events_of
 from unidist.backends.jax.hlo_groups import groups_of, pairs_of
@@ -26,7 +27,7 @@ PERMUTED = Mesh({"a": 2, "b": 4}, devices=[3, 1, 0, 2, 7, 6, 5, 4])
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[ProcessWorld]:
-    with ProcessWorld(1, launcher=None, setup=start, preload=preloaded.JAX) as world:
+    with ProcessWorld(1, launcher=None, env=QUICK_JAX, setup=start, preload=preloaded.JAX) as world:
         yield world
 
 

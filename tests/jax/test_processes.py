@@ -20,6 +20,7 @@ from jax.errors import JaxRuntimeError
 import unidist
 from tests import preloaded
 from tests.support import flights
+from tests.visible import QUICK_JAX
 from unidist import Layout, Mesh, events
 from unidist.backends.environment import Launch
 from unidist.backends.jax import joining, relay, waiting
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[ProcessWorld]:
-    with ProcessWorld(2, launcher="torchrun", setup=start, timeout=200, preload=preloaded.JAX) as world:
+    with ProcessWorld(2, launcher="torchrun", env=QUICK_JAX, setup=start, timeout=200, preload=preloaded.JAX) as world:
         yield world
 
 
@@ -71,7 +72,9 @@ def start_with_one() -> None:
 
 def test_initialize_changes_the_timeout_of_a_launchers_world() -> None:
     """With one device a process XLA runs a small program where it is dispatched, which then waits in C++."""
-    with ProcessWorld(2, launcher="torchrun", setup=start_with_one, timeout=40, preload=preloaded.JAX) as world:
+    with ProcessWorld(
+        2, launcher="torchrun", env=QUICK_JAX, setup=start_with_one, timeout=40, preload=preloaded.JAX
+    ) as world:
         assert "nothing came for 1 s" in world.outcomes(late_for, 1.0)[0].value
 
 
@@ -272,13 +275,16 @@ def leave_and_join_again(port: int, timeout: float) -> Any:
     return first, alone, (unidist.process_count(), unidist.list_devices())
 
 
+def of_index(k: int) -> dict[str, str]:
+    return {**QUICK_JAX, "UNIDIST_TEST_INDEX": str(k)}
+
+
 class TwoByHand:
     """Two processes without a launcher, which are given their index."""
 
     def __init__(self) -> None:
         self.worlds = [
-            ProcessWorld(1, launcher=None, env={"UNIDIST_TEST_INDEX": str(k)}, timeout=120, preload=preloaded.JAX)
-            for k in (0, 1)
+            ProcessWorld(1, launcher=None, env=of_index(k), timeout=120, preload=preloaded.JAX) for k in (0, 1)
         ]
 
     def call(self, function: Any, *arguments: Any) -> list[Any]:
@@ -322,7 +328,7 @@ def test_processes_that_disagree_are_told(by_hand: TwoByHand) -> None:
 def test_a_process_that_does_not_come_is_named() -> None:
     port = free_port()
     for index, words in ((0, "processes [1] of 2 did not come"), (1, f"could not reach process 0 at 127.0.0.1:{port}")):
-        with ProcessWorld(1, launcher=None, env={"UNIDIST_TEST_INDEX": str(index)}, preload=preloaded.JAX) as world:
+        with ProcessWorld(1, launcher=None, env=of_index(index), preload=preloaded.JAX) as world:
             with pytest.raises(ProcessFailedError) as caught:
                 world.call(join_by_hand, port, (2, 2), 1.0)
             assert caught.value.kind == BackendNotAvailableError.__name__
@@ -336,7 +342,7 @@ def join_too_late(port: int) -> None:
 
 
 def test_jax_that_has_started_cannot_join() -> None:
-    with ProcessWorld(1, launcher=None, preload=preloaded.JAX) as world:
+    with ProcessWorld(1, launcher=None, env=QUICK_JAX, preload=preloaded.JAX) as world:
         with pytest.raises(ProcessFailedError) as caught:
             world.call(join_too_late, free_port())
         assert caught.value.kind == BackendMismatchError.__name__
@@ -434,7 +440,7 @@ def lose_one(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["gather", "barrier"])
 def test_a_lost_process_is_an_error_and_soon(how: str) -> None:
-    with ProcessWorld(2, launcher="jax", setup=start, preload=preloaded.JAX) as world:
+    with ProcessWorld(2, launcher="jax", env=QUICK_JAX, setup=start, preload=preloaded.JAX) as world:
         begin = time.monotonic()
         outcomes = world.outcomes(lose_one, how)
         assert outcomes[1].failure is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -33,24 +34,29 @@ from unidist.flight.recorder import recorder
 from unidist.testing.processes import ProcessFailedError, ProcessWorld, free_port
 
 Way = Literal["direct", "buffered"]
-STRICT = {"PYTHONWARNINGS": "error::FutureWarning,error::UserWarning"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
-    with ProcessWorld(request.param, setup=join, env=STRICT, preload=preloaded.TORCH) as processes:
+    with ProcessWorld(request.param, setup=strictly_join, preload=preloaded.TORCH) as processes:
         yield processes
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[ProcessWorld]:
-    with ProcessWorld(4, setup=join, env=STRICT, preload=preloaded.TORCH) as processes:
+    with ProcessWorld(4, setup=strictly_join, preload=preloaded.TORCH) as processes:
         yield processes
 
 
 def join() -> None:
     unidist.use("torch")
+
+
+def strictly_join() -> None:
+    for kind in (FutureWarning, UserWarning):
+        warnings.simplefilter("error", kind)
+    join()
 
 
 def backend() -> TorchBackend:

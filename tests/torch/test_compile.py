@@ -22,7 +22,7 @@ FEATURES, HIDDEN, STEPS = 6, 10, 4
 
 @pytest.fixture(scope="module", params=unless_all([2], [2, 4]))
 def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
-    with ProcessWorld(request.param, setup=join, timeout=280, preload=(*preloaded.TORCH, "torch._dynamo")) as processes:
+    with ProcessWorld(request.param, setup=join, timeout=280, preload=preloaded.TORCH) as processes:
         yield processes
 
 

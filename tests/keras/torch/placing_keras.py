@@ -15,6 +15,12 @@ from unidist.algebra import Group
 from unidist.backends import environment
 
 
+def start() -> None:
+    """Before Keras is imported."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    os.environ.pop("KERAS_TORCH_DEVICE", None)
+
+
 def _device() -> str:
     from unidist.keras.patching.compat import torch_core
 

@@ -8,18 +8,23 @@ import pytest
 import torch
 
 from tests import preloaded
+from tests.visible import OF_KERAS
 from unidist.keras.torch import devices
 from unidist.testing.processes import ProcessWorld
 
 pytestmark = pytest.mark.processes
 
-ENVIRONMENT = {"KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": None}
-
 
 def run(program: str, *args: Any, processes: int = 1, launcher: str | None = None, **environment: str) -> list[Any]:
     # Not forked from a server that has Keras: what Keras finds of CUDA when it is imported is made up here.
-    env = {**ENVIRONMENT, **environment}
-    with ProcessWorld(processes, launcher=launcher, env=env, timeout=120, preload=preloaded.TORCH) as world:
+    with ProcessWorld(
+        processes,
+        launcher=launcher,
+        env=environment,
+        setup="tests.keras.torch.placing_keras:start",
+        timeout=120,
+        preload=preloaded.TORCH,
+    ) as world:
         return world.call(f"tests.keras.torch.placing_keras:{program}", *args)
 
 
@@ -33,7 +38,7 @@ def test_keras_computes_on_the_gpu_of_its_rank(keras_first: bool) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "given", "keras_first"),
-    [("sim", 2, True), ("horovod", None, False), ("torch", ["cpu:0"], True)],
+    [("sim", 2, True), ("horovod", None, False)],
 )
 def test_who_computes_on_cpus_does_so_beside_gpus(backend: str, given: Any, keras_first: bool) -> None:
     ((where, loss),) = run("places", backend, keras_first, given)
@@ -71,7 +76,7 @@ def test_without_gpus_keras_stays_where_it_is_unless_cpus_are_named() -> None:
 
 def on_made_up_gpu(program: str, *args: Any) -> Any:
     preload = preloaded.KERAS["torch"]
-    with ProcessWorld(1, launcher=None, env=ENVIRONMENT, timeout=120, preload=preload) as world:
+    with ProcessWorld(1, launcher=None, env=OF_KERAS["torch"], timeout=120, preload=preload) as world:
         return world.call(f"tests.keras.torch.made_up_gpu:{program}", *args)[0]
 
 
