@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.sampling import unless_all
 from unidist.algebra import Group, Layout, Mesh, Sharding, redistribution
 from unidist.backends import global_state, registry
 from unidist.backends.protocol import Cluster
@@ -66,7 +67,8 @@ def vjp(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: to
 def test_every_rank_finds_the_laws_obeyed(six: VirtualRanks, law: str) -> None:
     with registry.isolated():
         global_state._set(six, "no")
-        world = laws.World(backend=six, array=native, numpy=numpy, vjp=vjp, layout_pairs=24)
+        few = {"layout_pairs": unless_all(14, 24), "layouts": unless_all(8, None)}
+        world = laws.World(backend=six, array=native, numpy=numpy, vjp=vjp, **few)
         six.run(lambda rank: laws.run_check(law, world))
 
 

@@ -83,11 +83,8 @@ def test_of_three_processes_one_has_no_row_of_the_last_batch() -> None:
     with _world(3) as world:
         # What has no row there, and nothing of which is stored whole.
         _check("normed", world, "zero3")
-
-
-def test_gradients_that_are_rounding_make_no_other_program(world: ProcessWorld) -> None:
-    for found in world.call(whole.compared, "rounding", "data"):
-        assert found["why"] == {}
+        for found in world.call(whole.compared, "rounding", "data"):
+            assert found["why"] == {}
 
 
 @pytest.mark.parametrize("name", whole.AS_THEY_ARE)
