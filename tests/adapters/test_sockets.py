@@ -107,7 +107,7 @@ def alone() -> Iterator[ProcessWorld]:
 
 @pytest.mark.parametrize("spec", [DATA_2, Spec("data", (("data", 2),), zero=3), MODEL_2], ids=lambda spec: spec.name)
 def test_keras_models_train_as_on_one_device(spec: Spec, trained: ProcessWorld, alone: ProcessWorld) -> None:
-    wanted: Result = alone.run("tests.parity.train:train", "mlp_ragged_adam", None)[0]
+    wanted: Result = alone.call("tests.parity.train:train", "mlp_ragged_adam", None)[0]
     for result in trained.call("tests.parity.train:train", "mlp_ragged_adam", spec):
         assert_same_values(result.start, wanted.start)
         assert_same_logs(result.logs, wanted.logs)

@@ -68,14 +68,14 @@ def assert_trained_as_one_device(found: Any, wanted: Any) -> None:
 )
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_device(case: str, spec: Spec, alone: ProcessWorld, two: ProcessWorld) -> None:
-    (wanted,) = alone.run("tests.parity.train:train", case, None)
+    (wanted,) = alone.call("tests.parity.train:train", case, None)
     for found in two.call("tests.parity.train:train", case, spec):
         assert_trained_as_one_device(found, wanted)
         assert sum(sent for _, sent in found.traffic.values()) > 0
 
 
 def test_sequences_in_parts_train_as_one_device(alone: ProcessWorld, two: ProcessWorld) -> None:
-    (wanted,) = alone.run(f"{PROGRAMS}:train_in_parts", None)
+    (wanted,) = alone.call(f"{PROGRAMS}:train_in_parts", None)
     for found in two.call(f"{PROGRAMS}:train_in_parts", MODEL_2):
         assert found == pytest.approx(wanted, rel=TOLERANCE)
 
@@ -87,6 +87,6 @@ def test_replicas_stay_the_same_bits(two: ProcessWorld) -> None:
 
 
 def test_a_compiled_model_trains_as_one_that_is_not(alone: ProcessWorld, one: ProcessWorld) -> None:
-    (wanted,) = alone.run("tests.parity.train:train", "mlp_ragged_adam", None)
+    (wanted,) = alone.call("tests.parity.train:train", "mlp_ragged_adam", None)
     (found,) = one.call("tests.parity.train:train", "mlp_ragged_adam", ONE, jit_compile=True)
     assert_trained_as_one_device(found, wanted)

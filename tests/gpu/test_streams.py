@@ -32,7 +32,7 @@ def blocking() -> Any:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_streams_that_are_held_up_compute_the_same(zero: int, alone: ProcessWorld, world: ProcessWorld) -> None:
-    (wanted,) = alone.run(f"{PROGRAMS}:train", None)
+    (wanted,) = alone.call(f"{PROGRAMS}:train", None)
     undisturbed = world.call(f"{PROGRAMS}:train", zero)
     for found, other in zip(world.call(f"{PROGRAMS}:train", zero, True), undisturbed, strict=True):
         assert found.buckets >= 5
