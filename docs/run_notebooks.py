@@ -29,7 +29,8 @@ def run(page: Path, folder: str | Path) -> Any:
         CellExecutionError: a cell raised. CellTimeoutError: it took too long.
     """
     notebook = nbformat.read(page, nbformat.NO_CONVERT)
-    env = os.environ | {"KERAS_BACKEND": "torch", "PYTHONPATH": str(FOLDER.parents[1]), "KERAS_HOME": str(folder)}
+    path = os.pathsep.join(filter(None, (str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"KERAS_BACKEND": "torch", "PYTHONPATH": path, "KERAS_HOME": str(folder)}
     env.pop("UNIDIST_BACKEND", None)
     where = {"metadata": {"path": str(folder)}}
     # Its messages go over sockets in a folder, and not over ports. A socket's path is short.

@@ -111,7 +111,8 @@ def worlds() -> Iterator[Worlds]:
     """What many devices compute."""
     from tests.parity.worlds import Worlds
 
-    found = Worlds()
+    # Those of two files in a row mostly fit beside each other; ended ones lose what they have compiled.
+    found = Worlds(limit=16 if psutil.virtual_memory().total > SERVERS_FIT else 12)
     yield found
     found.close()
 

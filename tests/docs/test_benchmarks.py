@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 
 from tests.docs.documents import ROOT
-from tests.launch.runs import environment
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    env = {**environment(), "KERAS_BACKEND": "torch"}
+    path = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))
+    env = {**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": path}
     return subprocess.run(
         [sys.executable, "benchmarks/gpu.py", *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
     )

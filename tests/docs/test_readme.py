@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from tests.docs.documents import ROOT, Block, assert_demo, assert_printed, blocks, run, table
 from tests.docs.forked import run_forked
+from tests.support.hiding import path_with
 from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
@@ -106,7 +108,7 @@ def test_a_fresh_environment_installs_the_package_and_shows_the_demo(tmp_path: P
         "PIP_NO_DEPS": "1",
         "PIP_NO_BUILD_ISOLATION": "false",  # pip reads the variable of an option "--no-..." the other way round
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PYTHONPATH": sysconfig.get_paths()["purelib"],
+        "PYTHONPATH": os.pathsep.join((path_with("sklearn"), sysconfig.get_paths()["purelib"])),
         "PATH": f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin",
         "HOME": str(tmp_path),
         "COLUMNS": "100",

@@ -136,7 +136,7 @@ class Worlds:
     that there is nothing to do, which takes half of two cores.
     """
 
-    def __init__(self, limit: int = 12) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._open: dict[str, ProcessWorld] = {}
         self._results: dict[Any, list[Result]] = {}

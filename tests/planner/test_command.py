@@ -118,7 +118,7 @@ def model():
 def test_a_model_of_seven_billion_parameters_is_planned_in_little_memory(tmp_path) -> None:
     (tmp_path / "large.py").write_text(LLAMA)
     program = LARGE.format(target=f"{tmp_path}/large.py:model")
-    env = {**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": os.pathsep.join((os.environ["PYTHONPATH"], *sys.path))}
     out = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240, check=False
     )
