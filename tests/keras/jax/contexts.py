@@ -119,15 +119,20 @@ def beside(sizes: dict[str, int] | None) -> Result:
     return {"history": history, "predicted": predicted, **told(model)}
 
 
+class _Pooled(layers.Layer):  # type: ignore[misc]
+    def call(self, x: Any) -> Any:
+        return ops.max_pool(x, 3, 1, padding="same") + ops.average_pool(x, 3, 1, padding="same")
+
+
 def windowed(case: str, sizes: dict[str, int] | None) -> Result:
-    """Windows over places: a maximum whose windows overlap, or a kernel that an axis "model" cuts."""
+    """Windows over places that overlap: a maximum beside a mean, or a kernel that an axis "model" cuts."""
     fresh()
     rng = np.random.default_rng(7)
     x, y = rng.normal(size=(22, 8, 6)).astype("float32"), rng.normal(size=(22, 1)).astype("float32")
     mesh = None if sizes is None else unidist.Mesh(sizes)
     rules = {".*conv.*/kernel": (None, None, "model")} if case == "convolved" else {}
     with scope(None if mesh is None else unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules))):
-        pooled = [layers.Dense(WIDTH, "tanh"), layers.MaxPooling1D(3, 1, padding="same")]
+        pooled = [layers.Dense(WIDTH, "tanh"), _Pooled()]
         convolved = [
             layers.Conv1D(8, 3, padding="same", activation="tanh", name="conv"),
             layers.Conv1D(8, 3, strides=2, padding="same", name="conv_again"),

@@ -79,7 +79,7 @@ def _sorted(operands: Any, params: Any, mesh: Any) -> Whole:
 
     The process ends, also where other dims are sorted and derived ("spmd_partitioner_util.h: Check failed").
     """
-    uneven = [dim for dim, size in enumerate(operands[0].shape) if size % mesh.size]
+    uneven = _uneven(operands[0], mesh)
     return [uneven] * len(operands), uneven
 
 
@@ -90,14 +90,20 @@ def _transformed(operands: Any, params: Any, mesh: Any) -> Whole:
     return [dims], dims
 
 
-def _written(operands: Any, params: Any, mesh: Any) -> Whole:
-    """One place that is written: devices that do not hold it write numbers of other places into theirs.
+def _scattered(operands: Any, params: Any, mesh: Any) -> Whole:
+    """Updates along dims that do not divide: XLA writes the places that it pads itself too.
 
-    XLA joins the slice that a device takes with the one that it reads, without the bounds between.
+    Where one place is written, the dims that it is in: devices that do not hold it write numbers of other places into
+    theirs. XLA joins the slice that a device takes with the one that it reads, without the bounds between.
     """
-    is_one = prod(operands[1].shape[:-1]) == 1
+    _, indices, updates = operands
+    is_one = prod(indices.shape[:-1]) == 1
     dims = params["dimension_numbers"].scatter_dims_to_operand_dims if is_one else ()
-    return [dims], dims
+    return [dims, _uneven(indices, mesh), _uneven(updates, mesh)], dims
+
+
+def _uneven(array: Any, mesh: Any) -> list[int]:
+    return [dim for dim, size in enumerate(array.shape) if size % mesh.size]
 
 
 def _convolved(operands: Any, params: Any, mesh: Any) -> Whole:
@@ -114,17 +120,20 @@ def _convolved(operands: Any, params: Any, mesh: Any) -> Whole:
 
 
 def _pooled(operands: Any, params: Any, mesh: Any) -> Whole:
-    """A maximum over windows that overlap: its derivative gives to other places where they are cut."""
+    """A maximum over windows that overlap: its derivative gives to other places where they are cut.
+
+    XLA also takes what neighbours send for a sum or a kernel over like windows, which has zeros beyond the ends.
+    """
     dims = [dim for dim, size in enumerate(params["window_dimensions"]) if size > 1]
     return [dims, dims], dims
 
 
-_ONE_PLACE = ("scatter_p", "scatter_mul_p", "scatter_min_p", "scatter_max_p")
-_OF_MAXIMA = ("select_and_gather_add_p", "select_and_scatter_add_p")
+_SCATTERS = ("scatter_p", "scatter_add_p", "scatter_mul_p", "scatter_min_p", "scatter_max_p")
+_OF_MAXIMA = ("reduce_window_max_p", "reduce_window_min_p", "select_and_gather_add_p", "select_and_scatter_add_p")
 _TABLE = (
     ("sort_p", _sorted, "rows that do not divide are sorted whole", needs.own_code),
     ("fft_p", _transformed, "what is transformed is whole along those dims", needs.of_signals),
     ("conv_general_dilated_p", _convolved, "places are convolved whole where kernels are cut", needs.convolves),
-    *((name, _written, "one place is written into whole dims", needs.own_code) for name in _ONE_PLACE),
-    *((name, _pooled, "windows are whole where their maximum is derived", needs.pools) for name in _OF_MAXIMA),
+    *((name, _scattered, "dims that do not divide are scattered whole", needs.own_code) for name in _SCATTERS),
+    *((name, _pooled, "windows are whole where their maximum is taken", needs.pools) for name in _OF_MAXIMA),
 )
