@@ -13,7 +13,7 @@ import unidist
 from tests.support import nets
 from tests.support.nets import BATCH, rows
 from tests.support.optimizers import OPTIMIZERS
-from tests.support.runs import Result, fresh, scope, strategy, told
+from tests.support.runs import Result, fresh, strategy, told
 
 Sent = dict[tuple[str, str], tuple[int, float]]
 
@@ -63,9 +63,8 @@ def sent(zero: int, *, merged: bool = True, bucket_mb: str | None = None, steps:
 
 def accumulated(kind: str | None, zero: int) -> Result:
     """Six steps, two of them an accumulation, and what each step sends: purpose -> bytes."""
-    fresh()
     x, y = rows(24)
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = nets.crossed(nets.plain(), OPTIMIZERS["accumulation"]())
     steps: list[dict[str, float]] = []
     with unidist.ledger() as book:
@@ -159,8 +158,7 @@ def masks() -> dict[int, list[Any]]:
     kernels are cut, on a 2 x 2 mesh."""
     from unidist.keras.torch.context import frame
 
-    fresh()
-    with scope(nets.placed("2x2", 0)):
+    with nets.begun("2x2", 0):
         before, *rest = nets.plain().layers
         drops = [layers.Dropout(0.5, name=name) for name in ("early", "between")]
         model = keras.Sequential([drops[0], before, drops[1], *rest], name="plain")

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.support import nets
-from tests.support.runs import Result, fresh, scope, told
+from tests.support.runs import Result, told
 
 
 class Trackers(keras.Sequential):
@@ -83,9 +83,8 @@ class Adversaries(keras.Model):
 
 
 def trackers(kind: str | None, zero: int) -> Result:
-    fresh()
     x, y = _data()
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = Trackers(nets.plain().layers, name="plain")
         model.compile(nets.adam())
     history = model.fit(x, y, batch_size=nets.BATCH, epochs=2, shuffle=False, verbose=0).history
@@ -94,9 +93,8 @@ def trackers(kind: str | None, zero: int) -> Result:
 
 
 def two_optimizers(kind: str | None, zero: int) -> Result:
-    fresh()
     x, y = _data()
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = Adversaries()
         model.compile(nets.adam(), nets.adam())
     history = model.fit(x, y, batch_size=nets.BATCH, epochs=2, shuffle=False, verbose=0).history

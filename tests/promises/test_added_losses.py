@@ -22,7 +22,7 @@ def unsupervised(kind: str | None, zero: int) -> dict[str, Any]:
     import keras
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope, told
+    from tests.support.runs import told
 
     class Squeezed(keras.Model):
         def __init__(self) -> None:
@@ -40,9 +40,8 @@ def unsupervised(kind: str | None, zero: int) -> dict[str, Any]:
             self.add_loss(keras.ops.mean(keras.ops.square(found - x)))
             return found
 
-    fresh()
     x, _ = nets.rows()
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = Squeezed()
         model.build((None, 12))
         model.compile(nets.adam())

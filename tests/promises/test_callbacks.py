@@ -26,12 +26,11 @@ def called_back(kind: str | None, zero: int, folder: str) -> dict[str, Any]:
     import keras
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope, told
+    from tests.support.runs import told
 
-    fresh()
     x, y = nets.rows()
     place, how = Path(folder), {"batch_size": nets.BATCH, "shuffle": False}
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = nets.crossed(nets.plain(), nets.adam())
     backup = keras.callbacks.BackupAndRestore(str(place / "backup"), delete_checkpoint=False)
     model.fit(x, y, epochs=1, verbose=0, callbacks=[backup], **how)

@@ -30,10 +30,8 @@ def copies(kind: str, zero: int) -> dict[tuple[str, str], list[str]]:
     import numpy as np
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope
 
-    fresh()
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         first, *rest = nets.regularized().layers
         model = keras.Sequential([first, keras.layers.Dropout(0.5, name="drop"), *rest], name="plain")
         nets.crossed(model, nets.adam(), metrics=["accuracy"])

@@ -18,12 +18,11 @@ def saved_in_part(kind: str | None, zero: int, folder: str, name: str, values: i
     from keras.src.saving.saving_lib import H5IOStore
 
     from tests.support import nets
-    from tests.support.runs import fresh, is_first, scope, told
+    from tests.support.runs import is_first, told
 
-    fresh()
     x, y = nets.rows()
     how = {"batch_size": nets.BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = nets.crossed(nets.plain(), nets.adam())
     model.fit(x, y, **how)
     heard = ""

@@ -28,12 +28,10 @@ def mixed(kind: str | None, zero: int, policy: str) -> dict[str, Any]:
     import keras
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope
 
-    fresh()
     keras.config.set_dtype_policy(policy)
     try:
-        with scope(nets.placed(kind, zero)):
+        with nets.begun(kind, zero):
             scaled = keras.optimizers.LossScaleOptimizer(nets.adam(), initial_scale=2.0**8)
             model = nets.crossed(nets.plain(), scaled)
         found = nets.fitted_on_even(model)

@@ -17,10 +17,8 @@ pytestmark = pytest.mark.processes
 def few(kind: str | None, zero: int) -> dict[str, Any]:
     """Fewer rows than devices."""
     from tests.support import nets
-    from tests.support.runs import fresh, scope
 
-    fresh()
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         return _fitted_on_few(nets.crossed(nets.regularized(), nets.adam()))
 
 
@@ -30,10 +28,8 @@ def few_pictures(kind: str | None, zero: int) -> dict[str, Any]:
     from keras import layers
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope
 
-    fresh()
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = keras.Sequential(
             [
                 *(layers.Input((12,)), layers.Reshape((2, 6, 1)), layers.Conv2D(4, 1, activation="tanh")),
@@ -56,14 +52,12 @@ def several(kind: str | None, zero: int) -> dict[str, Any]:
     import keras
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope
 
-    fresh()
     executed: list[int] = []
     ends = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: executed.append(batch))
     x, y = nets.rows(14)
     at_once = 1 if kind is None and keras.config.backend() == "torch" else 3
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = nets.crossed(nets.regularized(), nets.adam(), steps_per_execution=at_once)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
@@ -76,11 +70,9 @@ def several(kind: str | None, zero: int) -> dict[str, Any]:
 def toggled(kind: str | None, zero: int) -> dict[str, Any]:
     """A layer frozen between two fits, one from the beginning, and both thawed for a third."""
     from tests.support import nets
-    from tests.support.runs import fresh, scope
 
-    fresh()
     x, y = nets.rows(12 if nets.FEW_PROGRAMS else nets.ROWS)
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = nets.plain()
         for name in ("b", "a"):
             model.get_layer(name).trainable = False
@@ -95,11 +87,9 @@ def thawed(kind: str | None, zero: int) -> dict[str, Any]:
     from keras import layers
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope
 
-    fresh()
     x, y = nets.rows(12)
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         convolutions = [layers.Conv2D(8, 3, activation="tanh", name="c"), layers.BatchNormalization(epsilon=0.3)]
         base = keras.Sequential([keras.Input((3, 4, 1)), *convolutions, layers.Flatten()], name="base")
         base.trainable = False

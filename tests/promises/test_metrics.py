@@ -49,12 +49,10 @@ def measured(kind: str | None, zero: int) -> dict[str, Any]:
     from keras import metrics
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope
 
-    fresh()
-    sums = [metrics.AUC(num_thresholds=20), metrics.Precision(), metrics.Recall(), metrics.BinaryIoU(threshold=0.5)]
-    means = [metrics.F1Score(threshold=0.5), metrics.MeanAbsoluteError()]
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
+        sums = [metrics.AUC(num_thresholds=20), metrics.Precision(), metrics.Recall(), metrics.BinaryIoU(threshold=0.5)]
+        means = [metrics.F1Score(threshold=0.5), metrics.MeanAbsoluteError()]
         top = keras.layers.Dense(1, "sigmoid", name="d")
         model = keras.Sequential([keras.Input((12,)), *nets.plain().layers, top], name="plain")
         model.compile(nets.sgd(momentum=0.9), "binary_crossentropy", metrics=[*sums, *means, *_largest()])

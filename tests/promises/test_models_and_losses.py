@@ -98,11 +98,9 @@ def built(kind: str | None, zero: int, name: str) -> dict[str, Any]:
     import numpy as np
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope
 
-    fresh()
     rules = OWN_RULES["spread"] if name == "spread" else {**OWN_RULES.get(name, {}), **nets.RULES}
-    with scope(nets.placed(kind, zero, rules)):
+    with nets.begun(kind, zero, rules):
         model = nets.crossed(_made(name), nets.adam())
     x, y = nets.rows()
     return nets.fitted(model, (np.abs(x[:, :5] * 5).astype("int32") % 16) if name == "lora" else x, y)

@@ -38,10 +38,8 @@ NAMES = {
 def optimized(kind: str | None, zero: int, name: str) -> dict[str, Any]:
     from tests.support import nets
     from tests.support.optimizers import OPTIMIZERS
-    from tests.support.runs import fresh, scope
 
-    fresh()
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model, optimizer = nets.plain(), OPTIMIZERS[name]()
         if "decay" in name:
             # By a name, and by itself, before it is placed.
@@ -68,10 +66,8 @@ def averaged_twice(kind: str, zero: int) -> int:
 
     from tests.support import nets
     from tests.support.optimizers import OPTIMIZERS
-    from tests.support.runs import fresh, scope
 
-    fresh()
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = nets.crossed(nets.plain(), OPTIMIZERS["ema"]())
     for _ in range(2):
         nets.fitted(model, *nets.rows(12), evaluated=nets.BATCH)

@@ -31,12 +31,11 @@ def overflowed(kind: str | None, zero: int) -> dict[str, Any]:
     import keras
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope, told
+    from tests.support.runs import told
 
-    fresh()
     x, y = nets.rows(8)
     x[5, 0] = 1e30
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         # Of zeros, so that the row's outputs are those of any other.
         first = keras.layers.Dense(16, "tanh", name="a", kernel_initializer="zeros")
         model = keras.Sequential([keras.layers.Input((12,)), first, *nets.plain().layers[1:]], name="plain")

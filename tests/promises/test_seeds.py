@@ -24,7 +24,7 @@ def seeded(kind: str | None, zero: int) -> dict[str, Any]:
     from keras import layers, ops
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope, told
+    from tests.support.runs import told
 
     def between_rows(y: Any, p: Any) -> Any:
         kept = ops.cast(p != 0, "float32")
@@ -34,9 +34,8 @@ def seeded(kind: str | None, zero: int) -> dict[str, Any]:
         kept = ops.cast(p != 0, "float32")
         return ops.mean(ops.abs(kept[:, :8] - kept[:, 8:]))
 
-    fresh()
     x, _ = nets.rows(16)
-    with scope(nets.placed(kind, zero, {".*a/kernel": (None, "model")})):
+    with nets.begun(kind, zero, {".*a/kernel": (None, "model")}):
         first, drop = layers.Dense(16, name="a"), layers.Dropout(0.5, name="drop")
         model = keras.Sequential([layers.Input((12,)), layers.GaussianNoise(0.5, name="noise"), first, drop])
         model.compile(nets.adam(), "mse", metrics=[between_rows, between_units])

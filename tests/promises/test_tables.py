@@ -60,21 +60,24 @@ def looked_up(kind: str | None, zero: int, name: str) -> dict[str, Any]:
     import numpy as np
 
     from tests.support import nets
-    from tests.support.runs import fresh, scope, told
+    from tests.support.runs import told
 
-    fresh()
     rng = np.random.default_rng(0)
     x = rng.integers(0, 5, (13, 7)).astype("int32")
     y = x if name == "tied" else rng.integers(0, 4, 13).astype("int32")
-    with scope(nets.placed(kind, zero, {".*table/embeddings": (None, "model")})):
+    with nets.begun(kind, zero, {".*table/embeddings": (None, "model")}):
         model = nets.crossed(_net(name), nets.sgd(momentum=0.9))
         history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
     return {"history": history, **told(model)}
 
 
-def _fits(_: str, kind: str, zero: int, name: str) -> bool:
-    # Rows that no axis of a mesh divides are scattered where each device has the whole of a slot, too.
-    return (kind != "dp" or zero == 3) and (name != "plain" or zero == 0)
+# Where a mistake shows that others hide: rows that no axis divides are scattered where each device has the whole of a
+# slot, and a wrapper's assignment is overlooked where values are whole.
+STAGES = {"plain": 0, "centred": 1, "spectral": 1, "tied": 3}
+
+
+def _fits(setting: str, kind: str, zero: int, name: str) -> bool:
+    return (kind != "dp" or zero == 3) and STAGES.get(name, zero) == zero and (setting != "jax-2x2" or name == "tied")
 
 
 @pytest.mark.parametrize(("setting", "kind", "zero", "name"), everywhere(NAMES, _fits))

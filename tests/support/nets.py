@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 from keras import layers, ops, optimizers
 
-from tests.support.runs import Result, made_ready, strategy, told
+from tests.support.runs import Result, fresh, made_ready, scope, strategy, told
 
 CLASSES, BATCH = 4, 4
 # Batches of another size are another program, which TensorFlow compiles for seconds: with it those of tests/parity/
@@ -80,8 +82,12 @@ def crossed(model: Any, optimizer: Any, **options: Any) -> Any:
     return model
 
 
-def placed(kind: str | None, zero: int, rules: Any = RULES) -> Any:
-    return None if kind is None else strategy(kind, rules, zero=zero)
+@contextlib.contextmanager
+def begun(kind: str | None, zero: int, rules: Any = RULES) -> Iterator[None]:
+    """Inside, names and seeds are as at a program's start, and models are placed by a strategy; None: on one device."""
+    fresh()
+    with scope(None if kind is None else strategy(kind, rules, zero=zero)):
+        yield
 
 
 def fitted_on_even(model: Any, evaluates: bool = True) -> Result:

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from tests.support import nets
-from tests.support.runs import Result, fresh, scope, told
+from tests.support.runs import Result, told
 
 
 class Measured(keras.Sequential):
@@ -48,9 +48,8 @@ class Measured(keras.Sequential):
 
 
 def run(kind: str | None, zero: int) -> Result:
-    fresh()
     x, y = nets.rows()
-    with scope(nets.placed(kind, zero)):
+    with nets.begun(kind, zero):
         model = Measured(nets.plain().layers, name="plain")
         nets.crossed(model, nets.adam(), metrics=["accuracy"])
     history = model.fit(x, y, batch_size=nets.BATCH, epochs=2, shuffle=False, verbose=0).history
@@ -60,9 +59,8 @@ def run(kind: str | None, zero: int) -> Result:
 
 def one_place(kind: str | None) -> Result:
     """A table that is the same everywhere, one row of which is overwritten, and which is then cut by its rows."""
-    fresh()
     table = np.random.default_rng(3).normal(size=(8, 4)).astype("float32")
-    with scope(nets.placed(kind, 0)):
+    with nets.begun(kind, 0):
         distribution = keras.distribution.distribution()
 
         def filled(row: Any) -> Any:
