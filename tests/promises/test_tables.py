@@ -73,11 +73,12 @@ def looked_up(kind: str | None, zero: int, name: str) -> dict[str, Any]:
 
 # Where a mistake shows that others hide: rows that no axis divides are scattered where each device has the whole of a
 # slot, and a wrapper's assignment is overlooked where values are whole.
+FEW = unless_all(("torch-4", "horovod-2"), ())
 STAGES = {"plain": 0, "centred": 1, "spectral": 1, "tied": 3}
 
 
 def _fits(setting: str, kind: str, zero: int, name: str) -> bool:
-    return (kind != "dp" or zero == 3) and STAGES.get(name, zero) == zero and (setting != "jax-2x2" or name == "tied")
+    return (kind != "dp" or zero == 3) and STAGES.get(name, zero) == zero and setting not in FEW
 
 
 @pytest.mark.parametrize(("setting", "kind", "zero", "name"), everywhere(NAMES, _fits))
