@@ -39,7 +39,7 @@ def four() -> Iterator[ProcessWorld]:
         yield world
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def keras_backend() -> Iterator[None]:
     """Plans are made in this process, on whichever Keras backend other tests chose; torch where none did."""
     had = os.environ.get("KERAS_BACKEND")

@@ -82,24 +82,25 @@ def run(cell: Cell, folder: Path) -> Outcome:
 def undisturbed(backend: str, world: str, dropout: bool = True) -> tuple[np.ndarray, list[str]]:
     """(weights, batches in their order) of a run to which nothing happened. Two hosts compute what one does.
 
-    Without a launcher: its processes find Keras imported.
+    Without a launcher: its processes find Keras imported, by servers that other tests have too. XLA compiles as it does
+    under one.
     """
     if world == "two hosts":
         return undisturbed(backend, "2", dropout)
     cell = Cell("none", "nowhere", backend, world, dropout=dropout)
     keras = "torch" if backend == "horovod" else backend
-    own: dict[str, str | None] = {name: OF_KERAS[keras].get(name) for name in ("KERAS_BACKEND", "PYTHONPATH")}
-    env = {name: value for name, value in own.items() if value} | {"UNIDIST_BACKEND": backend, **_told(cell, 0)}
+    env = {name: value for name, value in OF_KERAS[keras].items() if name != "XLA_FLAGS"} | {"UNIDIST_BACKEND": backend}
     if cell.devices:
         env |= {"UNIDIST_CPU_DEVICES": str(cell.devices), "JAX_NUM_CPU_DEVICES": str(cell.devices)}
     with tempfile.TemporaryDirectory() as name:
         launcher = "jax" if backend == "jax" else "torchrun"
         with ProcessWorld(cell.processes, launcher=launcher, env=env, preload=preloaded.KERAS[keras]) as processes:
-            processes.call(run_program, name)
+            processes.call(run_program, name, _told(cell, 0))
         return np.load(Path(name) / "weights.npy"), (Path(name) / "given-0-0").read_text().split()
 
 
-def run_program(folder: str) -> None:
+def run_program(folder: str, told: dict[str, str]) -> None:
+    os.environ.update(told)
     sys.argv = [str(PROGRAM), folder]
     runpy.run_path(str(PROGRAM), run_name="__main__")
 
