@@ -75,11 +75,11 @@ def _same(array: Any) -> Any:
 
 
 def _sorted(operands: Any, params: Any, mesh: Any) -> Whole:
-    """Dims that do not divide: a ragged batch's rows, or what a layer left out of an even one.
+    """The sorted dim, where it does not divide: a ragged batch's rows, or what a layer left.
 
-    The process ends, also where other dims are sorted and derived ("spmd_partitioner_util.h: Check failed").
+    The process ends ("spmd_partitioner_util.h: Check failed").
     """
-    uneven = _uneven(operands[0], mesh)
+    uneven = [dim for dim in _uneven(operands[0], mesh) if dim == params["dimension"]]
     return [uneven] * len(operands), uneven
 
 
@@ -131,7 +131,7 @@ def _pooled(operands: Any, params: Any, mesh: Any) -> Whole:
 _SCATTERS = ("scatter_p", "scatter_add_p", "scatter_mul_p", "scatter_min_p", "scatter_max_p")
 _OF_MAXIMA = ("reduce_window_max_p", "reduce_window_min_p", "select_and_gather_add_p", "select_and_scatter_add_p")
 _TABLE = (
-    ("sort_p", _sorted, "rows that do not divide are sorted whole", needs.own_code),
+    ("sort_p", _sorted, "places that do not divide are sorted whole", needs.own_code),
     ("fft_p", _transformed, "what is transformed is whole along those dims", needs.of_signals),
     ("conv_general_dilated_p", _convolved, "places are convolved whole where kernels are cut", needs.convolves),
     *((name, _scattered, "dims that do not divide are scattered whole", needs.own_code) for name in _SCATTERS),
