@@ -124,21 +124,27 @@ class _Pooled(layers.Layer):  # type: ignore[misc]
         return ops.max_pool(x, 3, 1, padding="same") + ops.average_pool(x, 3, 1, padding="same")
 
 
+class _Padded(layers.Layer):  # type: ignore[misc]
+    def call(self, x: Any) -> Any:
+        ends = ((0, 0), (1, 1), (0, 0))
+        return ops.pad(x, ends)[:, 2:] + ops.pad(x, ends, constant_values=1.0)[:, 2:]
+
+
 def windowed(case: str, sizes: dict[str, int] | None) -> Result:
-    """Windows over places that overlap: a maximum beside a mean, or a kernel that an axis "model" cuts."""
+    """Windows over places that overlap: a maximum beside a mean, two pads, or a kernel that an axis "model" cuts."""
     fresh()
     rng = np.random.default_rng(7)
     x, y = rng.normal(size=(22, 8, 6)).astype("float32"), rng.normal(size=(22, 1)).astype("float32")
     mesh = None if sizes is None else unidist.Mesh(sizes)
     rules = {".*conv.*/kernel": (None, None, "model")} if case == "convolved" else {}
     with scope(None if mesh is None else unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules))):
-        pooled = [layers.Dense(WIDTH, "tanh"), _Pooled()]
-        convolved = [
-            layers.Conv1D(8, 3, padding="same", activation="tanh", name="conv"),
-            layers.Conv1D(8, 3, strides=2, padding="same", name="conv_again"),
-        ]
-        chain = pooled if case == "pooled" else convolved
-        model = keras.Sequential([keras.Input((8, 6)), *chain, layers.Flatten(), layers.Dense(1)])
+        convolved = layers.Conv1D(8, 3, padding="same", activation="tanh", name="conv")
+        chain = {
+            "pooled": [layers.Dense(WIDTH, "tanh"), _Pooled()],
+            "padded": [layers.Dense(WIDTH, "tanh"), _Padded()],
+            "convolved": [convolved, layers.Conv1D(8, 3, strides=2, padding="same", name="conv_again")],
+        }
+        model = keras.Sequential([keras.Input((8, 6)), *chain[case], layers.Flatten(), layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1), "mse")
         history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
         predicted = model.predict(x, batch_size=8, verbose=0)

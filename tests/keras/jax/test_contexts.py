@@ -77,7 +77,9 @@ def test_what_is_no_sequence_stays_whole(four: ProcessWorld, expected: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("case", "sizes"), [("pooled", FOUR), ("convolved", {"context": 2, "model": 2})], ids=["pooled", "convolved"]
+    ("case", "sizes"),
+    [("pooled", FOUR), ("padded", FOUR), ("convolved", {"context": 2, "model": 2})],
+    ids=["pooled", "padded", "convolved"],
 )
 def test_windows_over_places_that_are_cut(case: str, sizes: dict[str, int], four: ProcessWorld, expected: Any) -> None:
     found = four.call(RUN("windowed"), case, sizes)[0]

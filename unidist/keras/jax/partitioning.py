@@ -25,9 +25,11 @@ Whole = tuple[list[Dims], Dims]
 
 
 def hooks() -> Iterator[Hook]:
-    """Each gives the primitive whole dims. jnp's functions bind them."""
+    """Each gives the primitive whole dims, or an operand of its own. jnp's functions bind them."""
     for primitive, dims, why, needed in _TABLE:
         yield Hook(f"jax.lax:{primitive}", "bind", _with_whole(dims), why, needed=needed)
+    for primitive, needed in _BESIDE_ENDS:
+        yield Hook(f"jax.lax:{primitive}", "bind", _of_its_own, "neighbours send each its own ends", needed=needed)
 
 
 def _with_whole(dims_of: Callable[[Any, Any, Any], Whole]) -> Callable[..., Any]:
@@ -44,6 +46,18 @@ def _with_whole(dims_of: Callable[[Any, Any, Any], Whole]) -> Callable[..., Any]
         return jax.tree.map(lambda result: _whole_along(mesh, result, of_results), found)
 
     return binding
+
+
+@calling
+def _of_its_own(original: Any, array: Any, *others: Any, **params: Any) -> Any:
+    """What neighbours send for one operation XLA takes for another of the same array, with its numbers at the ends.
+
+    Those are minus infinity for a maximum over windows, zeros for a mean, and what a pad is given: zeros for the
+    derivative of a slice.
+    """
+    has_zeros = bool(others) and not isinstance(others[0], jax.core.Tracer) and not others[0]
+    is_as_given = has_zeros or _mesh_that_cuts((array,)) is None
+    return original(array if is_as_given else jax.lax.optimization_barrier(array), *others, **params)
 
 
 def _mesh_that_cuts(operands: Iterable[Any]) -> Any:
@@ -120,20 +134,18 @@ def _convolved(operands: Any, params: Any, mesh: Any) -> Whole:
 
 
 def _pooled(operands: Any, params: Any, mesh: Any) -> Whole:
-    """A maximum over windows that overlap: its derivative gives to other places where they are cut.
-
-    XLA also takes what neighbours send for a sum or a kernel over like windows, which has zeros beyond the ends.
-    """
+    """The derivative of a maximum over windows that overlap: it gives to other places where they are cut."""
     dims = [dim for dim, size in enumerate(params["window_dimensions"]) if size > 1]
     return [dims, dims], dims
 
 
 _SCATTERS = ("scatter_p", "scatter_add_p", "scatter_mul_p", "scatter_min_p", "scatter_max_p")
-_OF_MAXIMA = ("reduce_window_max_p", "reduce_window_min_p", "select_and_gather_add_p", "select_and_scatter_add_p")
+_OF_MAXIMA = ("select_and_gather_add_p", "select_and_scatter_add_p")
+_BESIDE_ENDS = (("reduce_window_max_p", needs.pools), ("reduce_window_min_p", needs.pools), ("pad_p", needs.own_code))
 _TABLE = (
     ("sort_p", _sorted, "places that do not divide are sorted whole", needs.own_code),
     ("fft_p", _transformed, "what is transformed is whole along those dims", needs.of_signals),
     ("conv_general_dilated_p", _convolved, "places are convolved whole where kernels are cut", needs.convolves),
     *((name, _scattered, "dims that do not divide are scattered whole", needs.own_code) for name in _SCATTERS),
-    *((name, _pooled, "windows are whole where their maximum is taken", needs.pools) for name in _OF_MAXIMA),
+    *((name, _pooled, "windows are whole where their maximum is derived", needs.pools) for name in _OF_MAXIMA),
 )
