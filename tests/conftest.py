@@ -77,7 +77,7 @@ def pytest_report_header() -> str:
 @pytest.fixture(scope="session", autouse=True)
 def the_register_names_what_is_there(pytestconfig: pytest.Config) -> None:
     if missing := pytestconfig.stash.get(_MISSING, []):
-        pytest.fail("ci/covered.toml names what is not there:\n" + "\n".join(missing), pytrace=False)
+        pytest.fail("ci/covered.toml or ci/breakages names what is not there:\n" + "\n".join(missing), pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
