@@ -55,20 +55,9 @@ class Padded:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def cut(tree: Any, distribution: Any) -> Any:
-    """The tree with every padded array cut to its true rows.
-
-    On a mesh of several axes they are all on every device from there on. XLA's partitioner adds the rows that it pads
-    itself to what is scattered over two axes, as the gradient of an embedding (JAX 0.10).
-    """
-    is_whole = distribution is not None and layouts.has_several_axes(distribution.device_mesh.backend_mesh)
-
-    def true(leaf: Any) -> Any:
-        if not isinstance(leaf, Padded):
-            return leaf
-        return with_all_rows(leaf.cut(), distribution) if is_whole else leaf.cut()
-
-    return jax.tree.map(true, tree, is_leaf=is_padded_leaf)
+def cut(tree: Any) -> Any:
+    """The tree with every padded array cut to its true rows."""
+    return jax.tree.map(lambda leaf: leaf.cut() if is_padded_leaf(leaf) else leaf, tree, is_leaf=is_padded_leaf)
 
 
 def is_padded_leaf(leaf: Any) -> bool:

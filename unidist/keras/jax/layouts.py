@@ -36,11 +36,6 @@ def replicated(distribution: Any) -> NamedSharding:
     return named(distribution.device_mesh.backend_mesh)
 
 
-def has_several_axes(mesh: Any) -> bool:
-    """Returns whether more than one of a JAX mesh's axes cuts anything."""
-    return len([axis for axis, size in mesh.shape.items() if size > 1]) > 1
-
-
 def native(layout: Any, distribution: Any) -> NamedSharding:
     """The NamedSharding of a layout that a Distribution gave: a TensorLayout, a Sharding, or one already."""
     if isinstance(layout, Sharding):

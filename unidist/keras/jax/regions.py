@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from keras import StatelessScope
 from keras.layers import RNN, Wrapper
 
-from unidist.keras.jax import data, layouts, placing, rowwise, zero_collectives
+from unidist.keras.jax import layouts, rowwise, zero_collectives
 from unidist.keras.patching.compat import get_keras_mask, get_stateless_scope, set_keras_mask
 from unidist.keras.patching.patches import calling
 
@@ -219,7 +219,7 @@ class LayerCall:
         values = [_given(variable, own, region) for variable, own in zip(self.variables, cuts, strict=True)]
         shards, rows = layouts.places(cut.mesh, cut.rows), PartitionSpec(cut.rows)
         arrays = [
-            _padded(self.leaves[place], -self.rows % shards, cut.mesh) if own else self.leaves[place]
+            _padded(self.leaves[place], -self.rows % shards) if own else self.leaves[place]
             for place, own in zip(self.arrays, self.has_rows, strict=True)
         ]
         dtypes, trees = _lows(program, len(self.variables)), []
@@ -234,7 +234,7 @@ class LayerCall:
             local = jax.checkpoint(local, policy=_is_kept)
         takes = [_spec(own) for own in cuts], [rows if own else PartitionSpec() for own in self.has_rows]
         mapped = zero_collectives.by_shard(cut, local, takes, rows)
-        outputs, masks = jax.tree.map(lambda array: _cut(array, self.rows, cut.mesh), mapped(values, arrays))
+        outputs, masks = jax.tree.map(lambda array: array[: self.rows], mapped(values, arrays))
         for output, mask in zip(outputs, masks, strict=True):
             if mask is not None:
                 set_keras_mask(output, mask)
@@ -285,26 +285,11 @@ def _whole(cut: zero_collectives.Cut | None, value: Any, dtype: str | None) -> A
     return zero_collectives.gathered(cut, value, dtype) if cut.stored else value[0]
 
 
-def _padded(array: Any, missing: int, mesh: Any) -> Any:
+def _padded(array: Any, missing: int) -> Any:
     """Pads an array with its last row: of zeros a layer might make NaN. No gradient comes back of it."""
     if not missing:
         return array
-    array = _even(array, mesh)
     return jnp.concatenate([array, jnp.repeat(array[-1:], missing, axis=0)])
-
-
-def _cut(array: Any, rows: int, mesh: Any) -> Any:
-    return array if array.shape[0] == rows else _even(array[:rows], mesh)
-
-
-def _even(array: Any, mesh: Any) -> Any:
-    """Makes all rows that do not divide, and their gradients, lie on every device of several axes.
-
-    data.cut says why.
-    """
-    if not layouts.has_several_axes(mesh):
-        return array
-    return data.with_all_rows(array, placing.current())
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -46,7 +46,7 @@ def compiling(original: Any, function: Any, **options: Any) -> Any:
     @functools.wraps(function)
     def step(*arguments: Any) -> Any:
         distribution = placing.current()
-        result = function(*data.cut(arguments, distribution))
+        result = function(*data.cut(arguments))
         if distribution is None or "donate_argnums" not in options:
             return result
         outputs, state = result
@@ -195,7 +195,7 @@ def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
     def run(state: Any, placed: Any, distribution: Any) -> Any:
         if program.is_compiled:
             return step_function(state, placed)
-        outputs, state = step_function(state, data.cut(placed, distribution))
+        outputs, state = step_function(state, data.cut(placed))
         return data.replicate(outputs, distribution), state
 
     return step
