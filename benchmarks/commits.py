@@ -103,16 +103,17 @@ def _training(setting: Setting) -> Callable[[], Any]:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     rng = np.random.default_rng(0)
     count = STEPS * setting.rows
+    compiled = setting.compiled or "auto"  # on torch as they are, else as programs
     if setting.strategy == "auto":
         mesh = unidist.Mesh({"model": 2})
         with unidist.ModelParallel(mesh, "auto").scope():
             model, x = _transformer(keras), rng.integers(0, 1024, (count, 64)).astype("int32")
-            model.compile(keras.optimizers.Adam(1e-4), loss=loss, jit_compile=setting.compiled)
+            model.compile(keras.optimizers.Adam(1e-4), loss=loss, jit_compile=compiled)
     else:
         with unidist.DataParallel(zero=3 if setting.strategy == "zero3" else 0).scope():
             hidden = [keras.layers.Dense(1024, activation="relu") for _ in range(2)]
             model = keras.Sequential([keras.layers.Input((784,)), *hidden, keras.layers.Dense(10)])
-            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss=loss, jit_compile=setting.compiled)
+            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss=loss, jit_compile=compiled)
         x = rng.normal(size=(count, 784)).astype("float32")
     y = rng.integers(0, 10, count).astype("int32")
     return lambda: model.fit(x, y, batch_size=setting.rows, shuffle=False, verbose=0)
