@@ -190,8 +190,8 @@ def replicate(tree: Any, distribution: Any) -> Any:
 
 
 def with_all_rows(array: Any, distribution: Any) -> Any:
-    """Makes all rows of an array lie on every device, and those of its mask. Places that are cut stay so."""
-    whole = _replicate_leaf(layouts.of_whole_rows(array, distribution), array)
+    """Makes all of an array lie on every device, and of its mask."""
+    whole = _replicate_leaf(layouts.replicated(distribution), array)
     if (mask := get_keras_mask(array)) is not None:
         set_keras_mask(whole, with_all_rows(mask, distribution))
     return whole

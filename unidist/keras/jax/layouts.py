@@ -147,13 +147,6 @@ def of_batch(array: Any, distribution: Any) -> NamedSharding:
     return named(sharding.mesh, of_native(sharding).dim_axes(0) or None, axes)
 
 
-def of_whole_rows(array: Any, distribution: Any) -> NamedSharding:
-    """Returns the layout of an array all of whose rows each device has; places stay cut."""
-    axes = _axes_of_places(array, distribution)
-    mesh = distribution.device_mesh.backend_mesh
-    return named(mesh, None, axes) if axes else named(mesh)
-
-
 def given(tree: Any, distribution: Any) -> Any:
     """Returns what a model is given in a compiled step: the places of its sequences are cut.
 

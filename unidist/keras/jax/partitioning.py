@@ -50,10 +50,10 @@ def _with_whole(dims_of: Callable[[Any, Any, Any], Whole]) -> Callable[..., Any]
 
 @calling
 def _of_its_own(original: Any, array: Any, *others: Any, **params: Any) -> Any:
-    """What neighbours send for one operation XLA takes for another of the same array, with its numbers at the ends.
+    """Computes with an array that no other operation reads.
 
-    Those are minus infinity for a maximum over windows, zeros for a mean, and what a pad is given: zeros for the
-    derivative of a slice.
+    XLA takes what neighbours send for one operation for another of the same array, with the numbers at its ends: minus
+    infinity for a maximum over windows, zeros for a mean, and what a pad is given (zeros for a slice's derivative).
     """
     has_zeros = bool(others) and not isinstance(others[0], jax.core.Tracer) and not others[0]
     is_as_given = has_zeros or _mesh_that_cuts((array,)) is None
