@@ -200,6 +200,16 @@ def test_equal_costs_take_the_first_option() -> None:
     assert found.out == (PARTIAL,)
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_rank_without_rows_chooses_as_those_that_have_some(rows: int) -> None:
+    """Without rows to send nothing costs anything, and the first option would be taken."""
+    cut = chunked(1, 4, 2)
+    options = [Option((WHOLE,), WHOLE), Option((cut,), cut)]
+    decision = choose(lambda states, shapes: options, [Operand((rows, 4), (cut,), 4)], (2,))
+    assert decision is not None
+    assert decision.out == (cut,)
+
+
 def test_in_place_the_first_operand_keeps_its_layout() -> None:
     operands = [Operand((5, 4), (WHOLE,), 4), Operand((5, 4), (ROWS,), 4)]
     found = choose(elementwise, operands, (2,), in_place=True)
