@@ -78,6 +78,7 @@ def test_a_leaf_that_was_written_to_where_it_is_whole_stays_a_leaf() -> None:
         rows: Any = distribute(places, outer.spec((chunked(0, 2, 2),), (2, 2)))
         found: Any = F.embedding(rows, wrap(table, outer.whole((4, 5))), max_norm=1.0)
         found.square().sum().backward()
+        torch.testing.assert_close(table.local.detach(), wanted.detach().split((3, 2), 1)[inner.places[0]])
         torch.testing.assert_close(table.whole().detach(), wanted.detach())
         assert wanted.grad is not None
         own = outer.all_reduce(table.local.grad, (0,))

@@ -18,6 +18,7 @@ from unidist.backends.torch.sharded.tensor import (
     ShardedTensor,
     aside_of,
     current,
+    follow,
     left,
     moved,
     origin_of,
@@ -112,7 +113,11 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
     if leaves and plan.native and any(x.requires_grad for x in tensors):
         with nullcontext() if plan.gathers is None else space.gathering(plan.gathers):
             given = replaced((args, kwargs), ShardedTensor, left)
-        return func(*given[0], **given[1])
+        out = func(*given[0], **given[1])
+        for x in tensors if plan.unknown else ():
+            if type(x) is ShardedTensor and x.aside is not None:
+                follow(x, x.aside)
+        return out
     out = _run(space, plan, func, args, kwargs, tensors, plan.ready and not marked)
     return replaced(out, ShardedTensor, _left_whole) if leaves else out
 

@@ -179,7 +179,7 @@ def moved(x: ShardedTensor, want: States, *, nested: bool = False) -> torch.Tens
     """The part of a carrier in a layout, kept until that is written to. `nested`: a carrier inside stays."""
     spec = x.spec
     if x.aside is not None:
-        _follow(x, x.aside)
+        follow(x, x.aside)
     if spec.states == want:
         return x.local if nested else plain(x.local)
     now, aside = version(x.local), aside_of(x)
@@ -244,7 +244,7 @@ def left(x: ShardedTensor) -> torch.Tensor:
     return out
 
 
-def _follow(x: ShardedTensor, aside: Aside) -> None:
+def follow(x: ShardedTensor, aside: Aside) -> None:
     """Writes into a carrier what was written into the plain value that it has left."""
     _, out = aside.moved.get(_LEFT, (-1, None))
     if out is None or version(out) == aside.written or shares(out, x.local):
@@ -325,7 +325,7 @@ def current(x: ShardedTensor) -> torch.Tensor:
     """
     aside = x.aside
     assert aside is not None
-    _follow(x, aside)
+    follow(x, aside)
     if aside.origin is not None:
         aside.origin.check(x)
     joined, now = aside.joined, version(x.local)
