@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-CI = Path(__file__).parents[2] / "ci"
-REGISTER = CI / "covered.toml"
+from ci.mutants import breakages
+
+REGISTER = Path(__file__).parents[2] / "ci" / "covered.toml"
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ def left_out() -> frozenset[str]:
 @cache
 def planted() -> frozenset[str]:
     """The ids of the tests that notice the mistakes of ci/breakages."""
-    tables = (tomllib.loads(path.read_text())["breakage"] for path in (CI / "breakages").glob("*.toml"))
-    return frozenset(name for table in tables for one in table for name in one["tests"])
+    return frozenset(name for one in breakages() for name in one.tests)
 
 
 def unknown(collected: Iterable[str], whole: Collection[str]) -> list[str]:

@@ -190,7 +190,7 @@ def replicate(tree: Any, distribution: Any) -> Any:
 
 
 def with_all_rows(array: Any, distribution: Any) -> Any:
-    """Makes all of an array lie on every device, and of its mask."""
+    """Makes an array, and its mask, whole on every device."""
     whole = _replicate_leaf(layouts.replicated(distribution), array)
     if (mask := get_keras_mask(array)) is not None:
         set_keras_mask(whole, with_all_rows(mask, distribution))

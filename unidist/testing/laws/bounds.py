@@ -76,10 +76,9 @@ def _broadcasting(world: World, sharding: Sharding, axes: Any, root: int) -> Cal
 
 @law
 def check_dtypes(world: World) -> None:
-    known = world.backend.capabilities.reduce_ops
-    extreme: tuple[ReduceOp, ...] = ("max",) if "max" in known else ()
+    ops: list[ReduceOp] = [op for op in ("sum", "max") if op in world.backend.capabilities.reduce_ops]
     for dtype in sorted(world.backend.capabilities.dtypes):
-        _moves_dtype(world, dtype, ("sum", *(extreme if dtype != "bool" else ())))
+        _moves_dtype(world, dtype, [op for op in ops if dtype != "bool" or op == "sum"])
 
 
 def _moves_dtype(world: World, dtype: str, ops: Sequence[ReduceOp]) -> None:
