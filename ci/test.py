@@ -5,8 +5,8 @@ Makes a virtual environment outside the checkout, keyed on what it installs, wit
 Its Python is the system's, if that is of the same version and the one that runs this was not optimized when it was
 built. Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then, at
 once, ruff, import-linter, mypy and, where it is due, ci/fresh.py; a sample of Keras's own tests (ci/keras_own.py); then
-every test in one pytest run of two workers: tests/unit, then the longest files first (ci/timing.py). Ends where a check
-has failed, or at the twentieth failure of a test.
+every test in one pytest run of three workers: tests/unit, then the longest files first (ci/timing.py). Ends where a
+check has failed, or at the twentieth failure of a test.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
@@ -54,9 +54,10 @@ CHECKS = (
     ("lint-imports",),
     ("mypy",),
 )
-# Two: a test starts up to four processes of its own, and on two cores a third worker makes all of them take more of
-# a core's time. By files: the processes and references of one are shared.
-WORKERS = 2
+# Two that compute, and one for what mostly waits (ci/timing.py): a test starts up to four processes of its own, and on
+# two cores a third that computes makes all of them take more of a core's time. By files: the processes and references
+# of one are shared.
+WORKERS = 3
 SPREAD = ("-p", "ci.timing", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 PYTEST = ("-m", "pytest", "--maxfail=20", "--durations=10", *SPREAD)
 # What notices first where another Keras differs: names inside it, steps of every Keras backend, Keras's own strategies.

@@ -1,8 +1,9 @@
 """A pytest plugin: how long each file of tests takes, and which begin first.
 
 Files come in the order of ci/durations.json, the longest first, so that no worker is left with a long one at the end;
-those of tests/unit come before all others, as a mistake shows there soonest. What a run took is printed by folder, and
-how fast the machine was meanwhile. The file named by the variable TIMES, if there is one, gets it by file, and for how
+those of tests/unit come before all others, as a mistake shows there soonest. Two workers compute; a third one takes the
+files that mostly wait, for processes to start, to end or to be missed. What a run took is printed by folder, and how
+fast the machine was meanwhile. The file named by the variable TIMES, if there is one, gets it by file, and for how
 long workers waited for worlds to start.
 """
 
@@ -22,11 +23,16 @@ from typing import Any
 
 import psutil
 import pytest
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from unidist.testing.processes import ProcessWorld
 
 DURATIONS = Path(__file__).parent / "durations.json"
 FIRST = "tests/unit/"
+# Workers that take any file, and the share of a core that a file for the others uses at most.
+COMPUTING = ("gw0", "gw1")
+WAITING = 0.7
 
 
 @dataclass
@@ -66,6 +72,34 @@ class Speed:
         return {"best": 1000 * min(self.tries), "mean": 1000 * sum(self.tries) / len(self.tries)}
 
 
+class Scheduling(LoadFileScheduling):
+    """Gives whole files, in their order: those that mostly wait to the third worker, until the others have no more."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        file = self._next_for(node)
+        if file is None:
+            node.shutdown()
+            return
+        self.workqueue.move_to_end(file, last=False)
+        super()._assign_work_unit(node)
+
+    def _next_for(self, node: WorkerController) -> str | None:
+        if node.gateway.id in COMPUTING:
+            return next((file for file in self.workqueue if not waits(file)), next(iter(self.workqueue)))
+        return next((file for file in self.workqueue if waits(file)), None)
+
+
+@functools.cache
+def known() -> dict[str, dict[str, float]]:
+    files: dict[str, dict[str, float]] = json.loads(DURATIONS.read_text())["files"] if DURATIONS.exists() else {}
+    return files
+
+
+def waits(file: str) -> bool:
+    took = known().get(file, {"wall": 0.0, "cpu": 0.0})
+    return took["cpu"] < WAITING * took["wall"]
+
+
 class Timing:
     """What this process spent on each file, and what the workers that it started say of theirs."""
 
@@ -80,12 +114,10 @@ class Timing:
     # a worker -----------------------------------------------------------------------------------------------------
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        known = json.loads(DURATIONS.read_text())["files"] if DURATIONS.exists() else {}
-
         def turn(item: pytest.Item) -> tuple[bool, float]:
             file = file_of(item)
             # Of a new one nobody knows how long it takes: it is not left for the end either.
-            return not file.startswith(FIRST), -known.get(file, {"wall": math.inf})["wall"]
+            return not file.startswith(FIRST), -known().get(file, {"wall": math.inf})["wall"]
 
         items.sort(key=turn)
 
@@ -113,6 +145,10 @@ class Timing:
             output["starting"] = self.starting
 
     # the process that is asked for the tests ----------------------------------------------------------------------
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Scheduling | None:
+        return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -11,7 +11,6 @@ from tests.support.clearing import cleared
 
 BEHAVIOURS = (
     "numpy_in_and_out",
-    "shuffled_datasets",
     "parallelized_when_trained",
     "keras_distribution",
     "joined_before_a_row_layer",
@@ -92,32 +91,6 @@ def numpy_in_and_out() -> None:
         model.fit(x, y, batch_size=8, verbose=0)
         made = np.asarray(model(x)).ravel()
         return [*made, *model.train_on_batch(x, y), *model.test_on_batch(x, y), *model.predict_on_batch(x).ravel()]
-
-    _compare(run)
-
-
-def shuffled_datasets() -> None:
-    """Keras's fit shuffles a PyDataset by what Python draws next: what is read to build a model draws nothing."""
-    import keras
-
-    class Batches(keras.utils.PyDataset):
-        def __init__(self) -> None:
-            super().__init__()
-            self.places: list[int] = []
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, place: int) -> Any:
-            self.places.append(place)
-            x, y = _data()
-            return x[4 * place :][:4], y[4 * place :][:4]
-
-    def run(model: Any) -> Any:
-        source = Batches()
-        losses = model.fit(source, epochs=2, verbose=0).history["loss"]
-        assert len(set(source.places[-8:])) == 8
-        return losses
 
     _compare(run)
 

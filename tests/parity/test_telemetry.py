@@ -33,4 +33,5 @@ def test_each_process_tells_of_all_rows_and_of_its_own_bytes(
         else:
             assert sum(line["bytes_per_step"] for line in told) >= sent[steps]
         assert all(line["memory"]["process"] > 1 << 20 for line in told)
+        assert all(line["logs"] == {} for line in told), "nobody has asked for a step's logs"
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1

@@ -195,5 +195,6 @@ def test_a_kernel_that_loses_nan_changes_no_plan(monkeypatch: pytest.MonkeyPatch
         return None if is_sum else own(self, x)
 
     monkeypatch.setattr(Saved, "_behind", behind)
-    assert bytes_of(transformer(), {"model": 2}) == found
+    # As where no kernel loses any.
+    assert bytes_of(transformer(), {"model": 2}) == found == 2_912_256
     assert any(lost)

@@ -239,7 +239,7 @@ def test_keras_own_configuration_chooses_among_those_that_serve(
         "unidist: using 'serving' (as asked), Keras on 'torch' (the first installed of torch, jax)",
         "unidist: using 'serving' (as asked), Keras on 'jax' (keras.json)",
     ]
-    assert chosen("serving", framework="jax") == "jax"
+    assert chosen("serving", framework="torch") == "torch"
     assert chosen("serving", framework="mxnet") == "jax", "the adapter may have other frameworks too"
     served.write_text('{"backend": "tensorflow"}')
     assert chosen("serving") == "torch"

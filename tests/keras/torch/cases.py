@@ -40,11 +40,16 @@ def unseeded():
     import unidist
     from tests.keras.torch.sources import X, Y
 
-    for _ in range(unidist.process_index() + 1):
-        keras.random.uniform(())
+    def draw() -> None:
+        for _ in range(unidist.process_index() + 1):
+            keras.random.uniform(())
+            torch.rand(())
+
+    draw()
     with unidist.DataParallel().scope():
         model = keras.Sequential([layers.Input((6,)), layers.Dense(5), layers.Dropout(0.5), layers.Dense(2)])
         model.compile("adam", loss="mse")
+        draw()
         model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
     return [*(np.asarray(v) for v in model.weights), np.asarray(keras.random.uniform((3,)))]
 

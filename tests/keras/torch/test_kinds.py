@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 
+import unidist
 from unidist.keras.planning.repeated_calls import Kinds
 
 
@@ -75,3 +77,14 @@ DIFFERENT: dict[str, tuple[Callable[[], layers.Layer], Callable[[], layers.Layer
 @pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
 def test_layers_that_differ_are_of_two(one: Callable[[], layers.Layer], other: Callable[[], layers.Layer]) -> None:
     assert number(one(), other()) == 2
+
+
+def test_layers_are_of_one_kind_where_unidist_calls_one_of_them_by_a_rule() -> None:
+    one, other = (layers.Dense(8, name=name) for name in ("one", "other"))
+    grid = unidist.Mesh({"model": 4})
+    model = keras.Sequential([keras.Input((8,)), one, other])
+    model.compile("sgd", "mse")
+    unidist.parallelize(model, unidist.ModelParallel(grid, unidist.LayoutMap(grid, {".*one/kernel": (None, "model")})))
+    model.fit(np.ones((4, 8)), np.ones((4, 8)), verbose=0)
+    kinds = Kinds()
+    assert kinds.of(one) == kinds.of(other)

@@ -126,6 +126,21 @@ def test_a_subclass_that_computes_alike_keeps_its_rule():
     assert rows_of(found.model) == ["b"]
 
 
+def test_models_that_share_a_layer_call_it_by_one_rule():
+    """However often each is prepared: of two rules each call would go through both."""
+    x, y = features(out=16)
+    with model_parallel(COLUMNS).scope():
+        shared = layers.Dense(16, name="a")
+        models = [keras.Sequential([layers.Input((12,)), shared], name=name) for name in ("one", "other")]
+    for model in models:
+        model.compile("sgd", "mse")
+    for model in 2 * models:
+        model.fit(x, y, batch_size=4, verbose=0)
+    (rule,), (others,) = (model_record.of(model).engine.rules for model in models)
+    assert rule.kind == "column"
+    assert rule is others
+
+
 class NamesWithin(layers.Layer):
     """Two weights of one shape; the name of the first begins that of the second."""
 

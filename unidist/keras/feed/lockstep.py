@@ -155,7 +155,7 @@ def as_symbols(batch: Any, rows_of: Callable[[tuple[int, ...]], int]) -> Any:
     return tree.map_structure(symbol, batch)
 
 
-def symbol_of(array: Any, rows: int) -> KerasTensor:
+def symbol_of(array: Any, rows: int | None) -> KerasTensor:
     """Returns what stands for an array in Keras's symbolic build, with another number of rows."""
     return KerasTensor((rows, *array.shape[1:]), standardize_dtype(array.dtype))
 
@@ -175,7 +175,12 @@ class Around:
     Args:
         adapter: Keras's, which says all else.
         read: begins an epoch and returns its batches.
+
+    Attributes:
+        element_spec: TensorFlow's specs of a batch, where a tf.data.Dataset is read.
     """
+
+    element_spec: Any = None
 
     def __init__(self, adapter: Any, read: Callable[[], Iterator[Any]]) -> None:
         self._adapter = adapter

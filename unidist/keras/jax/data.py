@@ -33,8 +33,6 @@ from unidist.keras.patching.compat import (
     ArrayDataAdapter,
     TorchDataLoaderAdapter,
     array_slicing,
-    get_keras_mask,
-    set_keras_mask,
     tree,
 )
 from unidist.keras.patching.patches import calling
@@ -187,14 +185,6 @@ def replicate(tree: Any, distribution: Any) -> Any:
     Inside a compiled step that is a constraint, outside it a transfer.
     """
     return jax.tree.map(partial(_replicate_leaf, layouts.replicated(distribution)), tree)
-
-
-def with_all_rows(array: Any, distribution: Any) -> Any:
-    """Makes an array, and its mask, whole on every device."""
-    whole = _replicate_leaf(layouts.replicated(distribution), array)
-    if (mask := get_keras_mask(array)) is not None:
-        set_keras_mask(whole, with_all_rows(mask, distribution))
-    return whole
 
 
 def _replicate_leaf(sharding: NamedSharding, value: Any) -> Any:

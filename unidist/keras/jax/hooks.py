@@ -27,7 +27,6 @@ from unidist.keras.patching.compat import (
     JAXTrainer,
     JaxVariable,
     Layer,
-    Metric,
     Operation,
     conversions,
     data_adapters,
@@ -67,7 +66,6 @@ def _of_variables() -> Iterator[Hook]:
     why = "a layer that writes is recomputed too"
     # From Keras 3.16 on it is read where it was imported to.
     yield Hook(jax_core, "remat", calling(recomputing.remat), why, imported=True)
-    yield Hook(Metric, "stateless_update_state", trainer.measuring, "metrics are on all devices")
 
 
 def _of_trainers() -> Iterator[Hook]:
@@ -77,7 +75,6 @@ def _of_trainers() -> Iterator[Hook]:
     # Keras 3.16 leaves the other out where all is built.
     yield Hook(JAXTrainer, "_maybe_symbolic_build", trainer.building_if_needed, building, versions=("3.16",))
     yield Hook(JAXTrainer, "_make_function", trainer.making_function, "steps are compiled with layouts")
-    yield Hook(JAXTrainer, "compute_metrics", trainer.measuring, "metrics are on all devices")
     yield Hook(JAXTrainer, "jax_state_sync", pacing.syncing, "waits end when a process is lost")
     yield from partitioning.hooks()
     yield Hook(conversions, "convert_to_numpy", pacing.converting, "waits end when a process is lost")

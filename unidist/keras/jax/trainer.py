@@ -17,7 +17,6 @@ from unidist.keras.jax.compiled import Program
 from unidist.keras.patching.compat import jax_trainer
 from unidist.keras.patching.patches import calling
 from unidist.keras.records import model_record
-from unidist.keras.strategies.distribution import adopt
 
 # Keras's steps are recognised by the state they take: fit's has optimizer variables, evaluate's only metrics.
 _STEPS = {4: "train step", 3: "test step", 2: "predict step"}
@@ -67,25 +66,6 @@ def _alike(given: Any, state: Any) -> Any:
     leaves = jax.tree.leaves(state)
     is_whole = len(leaves) == len(jax.tree.leaves(given))
     return jax.tree.unflatten(jax.tree.structure(given), leaves) if is_whole else state
-
-
-@calling
-def measuring(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps compute_metrics and Metric.stateless_update_state: all ragged rows are on every device.
-
-    XLA's partitioner counts the rows that it pads itself where AUC scatters and sums along them (JAX 0.10).
-    """
-    distribution = placing.current()
-    if distribution is None:
-        return original(self, *args, **kwargs)
-    shards = adopt(distribution).strategy.data_shards
-
-    def made_whole(leaf: Any) -> Any:
-        ragged = isinstance(leaf, jax.core.Tracer) and leaf.ndim and leaf.shape[0] % shards
-        return data.with_all_rows(leaf, distribution) if ragged else leaf
-
-    args, kwargs = jax.tree.map(made_whole, (args, kwargs))
-    return original(self, *args, **kwargs)
 
 
 @calling

@@ -45,7 +45,6 @@ _PLACES = {
     "RNN": "keras.src.layers.rnn.rnn:RNN",
     "legacy_h5_format": "keras.src.legacy.saving.legacy_h5_format:",
     "RematMode": "keras.src.backend.common.remat:RematMode",
-    "Metric": "keras.src.metrics.metric:Metric",
     "Operation": "keras.src.ops.operation:Operation",
     "Functional": "keras.src.models.functional:Functional",
     "BaseOptimizer": "keras.src.optimizers.base_optimizer:BaseOptimizer",

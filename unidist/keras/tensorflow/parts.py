@@ -65,8 +65,11 @@ def adapting(original: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = original(*args, **kwargs)
         dataset = adapter.get_tf_dataset()
     if meeting is not None:
-        return in_step(adapter, lambda: (tree.map_structure(_known, batch) for batch in dataset), meeting)
-    return same(adapter, lambda: dataset, several)
+        around = in_step(adapter, lambda: (tree.map_structure(_known, batch) for batch in dataset), meeting)
+    else:
+        around = same(adapter, lambda: iter(dataset), several)
+    around.element_spec = dataset.element_spec
+    return around
 
 
 def counted(batch: Any) -> Any:

@@ -21,7 +21,7 @@ from unidist.array import as_layout
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import allocator
 from unidist.keras.lazy_values import Stored
-from unidist.keras.patching.compat import RNN, in_stateless_scope, random_seed_dtype, tree
+from unidist.keras.patching.compat import in_stateless_scope, random_seed_dtype
 from unidist.keras.patching.patches import calling
 from unidist.keras.planning.auto_layouts import to_place
 from unidist.keras.planning.candidates import candidate
@@ -69,7 +69,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
-    strangers = [*to_place(model, distribution), *_states(model)]
+    strangers = list(to_place(model, distribution))
     model_record.of(model).told = distribution
     if not strangers:
         return
@@ -88,8 +88,8 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
 def constants_on_mesh(model: Any, mesh: dtensor.Mesh) -> Iterator[None]:
     """Makes what a model and its layers keep as tensors whole on every device inside.
 
-    Such are the means of Normalization, or the nodes of a graph. DTensor takes no tensor that is on no mesh. Afterwards
-    it is what it was; a program that was traced inside remembers it.
+    Such are the means of Normalization, or the nodes of a graph. DTensor takes no tensor that is on no mesh, but for
+    what a program has captured.
     """
     held = [(layer, name, x) for layer in model._flatten_layers() for name, x in vars(layer).items() if _is_alone(x)]
     try:
@@ -103,15 +103,6 @@ def constants_on_mesh(model: Any, mesh: dtensor.Mesh) -> Iterator[None]:
 
 def _is_alone(x: Any) -> bool:
     return isinstance(x, tf.__internal__.EagerTensor) and x.dtype != tf.resource and not values.is_spread(x)
-
-
-def _states(model: Any) -> list[Any]:
-    """Returns recurrent layers' states that are not placed yet: Keras does not count them as variables.
-
-    A plain tf.Variable would be read and written by each device at its own time.
-    """
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, RNN) and layer.states is not None]
-    return [state for layer in layers for state in tree.flatten(layer.states) if not _is_spread(state)]
 
 
 def _read_whole(model: Any) -> set[int]:

@@ -19,8 +19,8 @@ from keras import tree
 from unidist import events, log
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
-from unidist.keras import active_distribution, seeds
-from unidist.keras.feed.lockstep import Part, to_build
+from unidist.keras import active_distribution
+from unidist.keras.feed.lockstep import Part, symbol_of, to_build
 from unidist.keras.patching.compat import in_stateless_scope
 from unidist.keras.patching.patches import calling
 from unidist.keras.records import model_record
@@ -58,16 +58,11 @@ def building(original: Any, self: Any, iterator: Any = None, data_batch: Any = N
     distribution = placing.distribution_of(self)
     if distribution is None:
         return original(self, iterator=iterator, data_batch=data_batch)
-    items = getattr(iterator.data_adapter, "py_dataset", None) if iterator is not None else None
-    if items is not None and not parts.are_given(distribution):
-        # An epoch would begin and end, which a PyDataset may count.
-        iterator, before = None, seeds.state()
-        first = items[0]
-        data_batch = first if isinstance(first, list | tuple) else (first,)
-        seeds.restore(before)
     if iterator is not None:
-        iterator = _undrawn(to_build(iterator, functools.partial(parts.rows_of_counts, distribution)))
-    if data_batch is not None:
+        data_batch = _symbols(iterator)
+        rows_of = functools.partial(parts.rows_of_counts, distribution)
+        iterator = to_build(iterator, rows_of) if data_batch is None else None
+    elif data_batch is not None:
         data_batch = tree.map_structure(lambda leaf: leaf if leaf is None else np.asarray(leaf), data_batch)
     try:
         return self._symbolic_build(iterator=iterator, data_batch=data_batch)
@@ -80,15 +75,15 @@ def building(original: Any, self: Any, iterator: Any = None, data_batch: Any = N
         ) from error
 
 
-def _undrawn(steps: Iterator[Any]) -> Iterator[Any]:
-    """Yields the steps that Keras builds from, and puts back the random numbers that reading them draws.
+def _symbols(steps: Any) -> Any:
+    """Returns what a dataset says of its batches, of any number of rows; None: it does not say all.
 
-    A shuffle draws for a first batch, and Keras alone builds without one.
+    Keras alone builds nothing from a batch here. A shuffle whose first batch was read for that comes in another order.
     """
-    before = seeds.state()
-    for step in steps:
-        seeds.restore(before)
-        yield step
+    specs = steps._get_iterator().element_spec
+    if not all(isinstance(one, tf.TensorSpec) and one.shape.rank for one in tree.flatten(specs)):
+        return None
+    return tree.map_structure(lambda one: symbol_of(one, None), specs)
 
 
 def making_step(name: str, step: str) -> Callable[[Any], Any]:
@@ -118,7 +113,6 @@ class _Step:
         self._mesh = worlds.native_mesh(distribution.mesh)
         self._kind = kind
         self._step = step
-        self._constants = functools.partial(placing.constants_on_mesh, model, self._mesh)
         self._programs: dict[Any, _Program] = {}
 
     def run(self, iterator: Any) -> Any:
@@ -158,7 +152,7 @@ class _Step:
     def _run(self, batch: Any) -> Any:
         if self._model.run_eagerly:
             compiled.record(self._model, self._distribution, self._kind, batch)
-            with self._constants():
+            with placing.constants_on_mesh(self._model, self._mesh):
                 return self._step(batch)
         key = _signature(batch)
         if key not in self._programs:
@@ -167,7 +161,6 @@ class _Step:
         with contextlib.ExitStack() as first:
             if not program.has_run:
                 first.enter_context(log.while_long(f"compiling a {self._kind.replace('_', ' ')}"))
-                first.enter_context(self._constants())
                 first.enter_context(_unsized(self._model))
             outputs = program.run(batch)
         if program.traffic.events is None:

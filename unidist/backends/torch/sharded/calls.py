@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from unidist.backends.torch.sharded import binding, writing
+from unidist.backends.torch.sharded.binding import Local
 from unidist.backends.torch.sharded.moving import plain_in
 from unidist.backends.torch.sharded.nested import PLAIN, replaced
 from unidist.backends.torch.sharded.plans import Plan, make_plan, name_of
@@ -112,12 +113,8 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
         return NotImplemented
     if leaves and plan.native and any(x.requires_grad for x in tensors):
         with nullcontext() if plan.gathers is None else space.gathering(plan.gathers):
-            given = replaced((args, kwargs), ShardedTensor, left)
-        out = func(*given[0], **given[1])
-        for x in tensors if plan.unknown else ():
-            if type(x) is ShardedTensor and x.aside is not None:
-                follow(x, x.aside)
-        return out
+            wholes = [left(x) if type(x) is ShardedTensor else x for x in tensors]
+        return _with_parts(plan, None, func, args, kwargs, tensors, wholes)
     out = _run(space, plan, func, args, kwargs, tensors, plan.ready and not marked)
     return replaced(out, ShardedTensor, _left_whole) if leaves else out
 
@@ -163,20 +160,7 @@ def _run(
         parts = _parts(space, plan, tensors)
     if plan.uneven or (plan.local is not None and not plan.passes):
         parts = [plain(part) for part in parts]
-    before = [(version(part), part.grad_fn) for part in parts] if plan.unknown else ()
-    if plan.local is not None:
-        out = plan.local(parts, args, kwargs)
-    elif plan.places is not None:
-        given = list(args)
-        for place, part in zip(plan.places, parts, strict=False):
-            given[place] = part
-        out = func(*given, **kwargs)
-    else:
-        following = iter(parts)
-        given, named = replaced((args, kwargs), Tensor, lambda x: next(following))
-        out = func(*given, **named)
-    if before:
-        _put_back(func, tensors, parts, before)
+    out = _with_parts(plan, plan.local, func, args, kwargs, tensors, parts)
     if type(out) in PLAIN:
         spec = plan.spec
         if spec is None or spec.local != out.shape:
@@ -197,6 +181,32 @@ def _run(
     return replaced(out, Tensor, wrapped)
 
 
+def _with_parts(
+    plan: Plan,
+    local: Local | None,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Any],
+    parts: list[Tensor],
+) -> Any:
+    before = [(version(part), part.grad_fn) for part in parts] if plan.unknown else ()
+    if local is not None:
+        out = local(parts, args, kwargs)
+    elif plan.places is not None:
+        given = list(args)
+        for place, part in zip(plan.places, parts, strict=False):
+            given[place] = part
+        out = func(*given, **kwargs)
+    else:
+        following = iter(parts)
+        given, named = replaced((args, kwargs), Tensor, lambda x: next(following))
+        out = func(*given, **named)
+    if before:
+        _put_back(func, tensors, parts, before)
+    return out
+
+
 def _put_back(func: Any, tensors: list[Any], parts: list[Tensor], before: Sequence[tuple[int, Any]]) -> None:
     """Puts back what a function wrote into the wholes made for it.
 
@@ -204,7 +214,7 @@ def _put_back(func: Any, tensors: list[Any], parts: list[Tensor], before: Sequen
     """
     for k, (x, part, (then, node)) in enumerate(zip(tensors, parts, before, strict=True)):
         wrote = version(part) != then or (k in (1, 2) and func in _STATISTICS)
-        if wrote and type(x) is ShardedTensor and part is not x.local:
+        if wrote and type(x) is ShardedTensor and part is not x.local and not (x.aside and follow(x, x.aside)):
             with torch.no_grad() if part.grad_fn is node else nullcontext():
                 writing.put(x, part.clone())
 

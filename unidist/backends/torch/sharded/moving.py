@@ -173,9 +173,10 @@ def plain_in(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
 def renewed(part: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Returns what a rank holds of a tensor that was written to.
 
-    A leaf stays one: what is written to it is written past autograd.
+    A leaf stays one, with its memory: what is written to it is written past autograd. Only one without a gradient
+    becomes another where a gradient came with what was written.
     """
-    if not (part.is_leaf and part.requires_grad):
+    if not part.is_leaf or (value.requires_grad and not part.requires_grad):
         return value
     part.detach().copy_(value.detach())
     return part

@@ -244,13 +244,13 @@ def left(x: ShardedTensor) -> torch.Tensor:
     return out
 
 
-def follow(x: ShardedTensor, aside: Aside) -> None:
-    """Writes into a carrier what was written into the plain value that it has left."""
+def follow(x: ShardedTensor, aside: Aside) -> bool:
+    """Writes into a carrier what was written into the value that it has left; whether anything was."""
     _, out = aside.moved.get(_LEFT, (-1, None))
-    if out is None or version(out) == aside.written or shares(out, x.local):
-        return
-    x.local = renewed(x.local, plain_in(x.spec.space, out, x.spec.states))
-    aside.moved, aside.joined, aside.written = {_LEFT: (version(x.local), out)}, None, version(out)
+    if wrote := out is not None and version(out) != aside.written and not shares(out, x.local):
+        x.local = renewed(x.local, plain_in(x.spec.space, out, x.spec.states))
+        aside.moved, aside.joined, aside.written = {_LEFT: (version(x.local), out)}, None, version(out)
+    return wrote
 
 
 def _is_too_large(x: ShardedTensor, out: torch.Tensor) -> bool:
