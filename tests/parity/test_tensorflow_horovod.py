@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.parity.compare import assert_same_values
@@ -71,4 +73,24 @@ def test_a_step_of_ones_own_sees_the_gradients_of_all_rows(
 ) -> None:
     wanted = alone.run("tensorflow", "tests.keras.tape:stepped", None, 0, name)
     for found in worlds.get(setting).call("tests.keras.tape:stepped", "dp", 0, name):
+        same(found, wanted)
+
+
+def of_few_numbers(kind: str | None, zero: int) -> dict[str, Any]:
+    """Rows that are sparse, of which the last batch has fewer."""
+    import tensorflow as tf
+
+    from tests.support import nets
+    from tests.support.runs import told
+
+    x, y = nets.rows(10)
+    with nets.begun(kind, zero):
+        model = nets.crossed(nets.plain(), nets.sgd())
+    rows = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x * (x > 0.5)), y)).batch(4)
+    return {**model.fit(rows, epochs=2, shuffle=False, verbose=0).history, **told(model)}
+
+
+def test_sparse_rows_are_cut_as_dense_ones(alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.run("tensorflow", of_few_numbers, None, 0)
+    for found in worlds.get("horovod-2-tensorflow").call(of_few_numbers, "dp", 0):
         same(found, wanted)

@@ -33,24 +33,27 @@ def graphs():
 
 
 def unseeded():
-    """Weights of models whose initial values nobody seeded, after a fit that shuffles, and what Keras draws then."""
+    """Weights of models whose initial values nobody seeded, after a fit that shuffles, and what Keras draws then.
+
+    Processes draw apart before it, and between its epochs.
+    """
     import keras
     from keras import layers
 
     import unidist
     from tests.keras.torch.sources import X, Y
 
-    def draw() -> None:
+    def draw():
         for _ in range(unidist.process_index() + 1):
             keras.random.uniform(())
             torch.rand(())
 
+    between = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: draw() if not epoch else None)
     draw()
     with unidist.DataParallel().scope():
         model = keras.Sequential([layers.Input((6,)), layers.Dense(5), layers.Dropout(0.5), layers.Dense(2)])
         model.compile("adam", loss="mse")
-        draw()
-        model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
+        model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=[between])
     return [*(np.asarray(v) for v in model.weights), np.asarray(keras.random.uniform((3,)))]
 
 

@@ -14,6 +14,7 @@ from tests.keras.torch import cases
 from tests.keras.torch.sources import SOURCES, check, check_graphs, check_graphs_that_are_cut
 from tests.visible import WITH_TENSORFLOW
 from unidist.keras.torch import saving
+from unidist.keras.torch.cutting import cut
 from unidist.testing.processes import ProcessWorld
 
 OF_TENSORFLOW = [name for name in SOURCES if "tf.data" in name]
@@ -84,6 +85,22 @@ def test_distribute_dataset_refuses_what_has_no_parts(with_tensorflow):
     for told in with_tensorflow.call(cases.dataset_refused):
         for text, start in zip(told, wanted, strict=True):
             assert re.match(start, text)
+
+
+def test_rows_that_the_simulators_ranks_share_are_copied_where_they_can_be_written_to():
+    class Foreign:
+        """As TensorFlow's tensors: nobody writes to them, and they have no copy."""
+
+        shape = (4,)
+
+        def __getitem__(self, rows):
+            return f"rows {rows.start} to {rows.stop}"
+
+    array = np.arange(4)
+    own, foreign = cut([array, Foreign()], 1, 2, copy=True)
+    own += 1
+    assert (array == np.arange(4)).all()
+    assert foreign == "rows 1 to 3"
 
 
 @pytest.fixture(scope="module")

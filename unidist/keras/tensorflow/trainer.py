@@ -80,7 +80,7 @@ def _symbols(steps: Any) -> Any:
 
     Keras alone builds nothing from a batch here. A shuffle whose first batch was read for that comes in another order.
     """
-    specs = steps._get_iterator().element_spec
+    specs = getattr(steps._get_iterator(), "element_spec", None)
     if not all(isinstance(one, tf.TensorSpec) and one.shape.rank for one in tree.flatten(specs)):
         return None
     return tree.map_structure(lambda one: symbol_of(one, None), specs)

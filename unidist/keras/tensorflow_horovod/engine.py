@@ -197,6 +197,10 @@ def _row_count(given: Any) -> Any:
 def _cut(x: Any, start: Any, length: Any) -> Any:
     if not tf.is_tensor(x) or x.shape.rank == 0:
         return x
+    if isinstance(x, tf.SparseTensor):
+        behind = x.dense_shape[1:]
+        first, size = (tf.cast([one], tf.int64) for one in (start, length))
+        return tf.sparse.slice(x, tf.concat([first, 0 * behind], 0), tf.concat([size, behind], 0))
     own = x[start : start + length]
     # In a program nobody shall know how many rows these are: a constant may have as many (has_rows).
     return own if tf.executing_eagerly() else tf.compat.v1.placeholder_with_default(own, [None, *own.shape[1:]])

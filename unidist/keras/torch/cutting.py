@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from unidist import events
@@ -146,7 +147,10 @@ def cut(batch: Any, start: int, length: int | None, *, copy: bool = False) -> An
         rows = rows_from(x, start, length)
         if not copy:
             return rows
-        return rows.clone() if isinstance(rows, torch.Tensor) else rows.copy()
+        if isinstance(rows, torch.Tensor):
+            return rows.clone()
+        # Another framework's tensors are not written to.
+        return rows.copy() if isinstance(rows, np.ndarray) else rows
 
     return of_batch(part, batch)
 
