@@ -26,6 +26,7 @@ BEHAVIOURS = (
     "a_loss_of_all_pairs",
     "steps_of_a_sequence_that_are_cut",
     "states_between_batches",
+    "rows_that_are_counted_eagerly",
     "laid_by_hand",
 )
 # Those in which processes could part.
@@ -430,6 +431,35 @@ def states_between_batches() -> None:
             unidist.parallelize(model, unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, strict=False)))
         found.append(model.predict(x, batch_size=8, verbose=0))
     np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+
+
+def rows_that_are_counted_eagerly() -> None:
+    """Of a dataset that does not say how many rows a batch has: a model is built before there is one."""
+    import keras
+    import tensorflow as tf
+
+    import unidist
+
+    class Counting(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.head = keras.layers.Dense(8, name="up"), keras.layers.Dense(10, name="head")
+
+        def call(self, x: Any) -> Any:
+            return self.head(tf.reshape(self.up(x), (x.shape[0], 8)))
+
+    x, y = _data()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def trained(scope: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = Counting()
+            model.compile("sgd", loss, run_eagerly=True)
+        return model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8), verbose=0).history["loss"]
+
+    spread = unidist.DataParallel().scope()
+    np.testing.assert_allclose(trained(spread), trained(contextlib.nullcontext()), atol=1e-5)
 
 
 def laid_by_hand() -> None:

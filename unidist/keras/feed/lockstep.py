@@ -155,7 +155,7 @@ def as_symbols(batch: Any, rows_of: Callable[[tuple[int, ...]], int]) -> Any:
     return tree.map_structure(symbol, batch)
 
 
-def symbol_of(array: Any, rows: int | None) -> KerasTensor:
+def symbol_of(array: Any, rows: int) -> KerasTensor:
     """Returns what stands for an array in Keras's symbolic build, with another number of rows."""
     return KerasTensor((rows, *array.shape[1:]), standardize_dtype(array.dtype))
 

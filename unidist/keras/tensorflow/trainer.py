@@ -28,6 +28,7 @@ from unidist.keras.strategies.distribution import UnidistDistribution
 from unidist.keras.tensorflow import compiled, parts, pinning, placing, slicing, values, worlds
 
 _NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList|error: 'tf\.")
+_SOME_ROWS = 8
 # What to do instead of an op that DTensor has not at all.
 _INSTEAD = {
     r"Random|Multinomial|ParameterizedTruncatedNormal": "draw by keras.random with a keras.random.SeedGenerator",
@@ -76,14 +77,16 @@ def building(original: Any, self: Any, iterator: Any = None, data_batch: Any = N
 
 
 def _symbols(steps: Any) -> Any:
-    """Returns what a dataset says of its batches, of any number of rows; None: it does not say all.
+    """Returns what a dataset says of its batches; None: it does not say all.
 
     Keras alone builds nothing from a batch here. A shuffle whose first batch was read for that comes in another order.
+    Where nobody knows the number of rows it is some number, as code that is run eagerly may count on one.
     """
     specs = getattr(steps._get_iterator(), "element_spec", None)
     if not all(isinstance(one, tf.TensorSpec) and one.shape.rank for one in tree.flatten(specs)):
         return None
-    return tree.map_structure(lambda one: symbol_of(one, None), specs)
+    rows = steps.data_adapter.batch_size or _SOME_ROWS
+    return tree.map_structure(lambda one: symbol_of(one, one.shape[0] or rows), specs)
 
 
 def making_step(name: str, step: str) -> Callable[[Any], Any]:
