@@ -15,15 +15,17 @@ metrics on torch, under no strategy: each runs on two ranks with its inputs cut 
 parts of sums, then on three ranks with a layout for each input (ci/keras_suite/carriers.py).
 
 The tests are those that Keras's distributions carry. They run in the environment of ci/test.py with what they ask for
-besides (ci/keras_own.txt), some files in one process. A test at which a process hangs or dies has failed, and the rest
-goes on in another. What fails must be named in ci/keras_own.toml, with its reason; what is named there and passes is an
-error too. Of the tests at most one in a hundred may fail by limits of unidist.
+besides (ci/keras_own.txt), some files in one process, which is forked with Keras imported. A test at which a process
+hangs or dies has failed, and the rest goes on in another. What fails must be named in ci/keras_own.toml, with its
+reason; what is named there and passes is an error too. Of the tests at most one in a hundred may fail by limits of
+unidist.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib.util
 import json
 import math
 import os
@@ -57,7 +59,9 @@ WHOLE = (
 # Of what runs elsewhere this share, with --all too: each test costs two processes, or programs that are compiled.
 SAMPLED = {"torch-data": 0.05, "torch-model": 0.05, "jax-data": 0.05, "tensorflow-data": 0.05}
 # A sample is of a share of the files, of which all tests are collected, and of a share of the tests of these.
-OF_FILES, SHARE, CHUNK, WORKERS, SECONDS = 0.3, 0.02, 12, 2, 120
+OF_FILES, SHARE, CHUNK, WORKERS, SECONDS = 0.15, 0.04, 12, 2, 120
+# What most of Keras's tests import besides.
+IMPORTED = ("pytest", "keras", "keras.src.testing", "tensorflow", "sklearn.base", "torch", "jax")
 MOST_LIMITS = 0.01
 
 
@@ -145,8 +149,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--json", type=Path, help="a file to write each test's outcome into")
     asked = parser.parse_args(arguments)
-    python = _python(asked.keras)
-    files = [file for file in _files(python) if file.startswith(asked.only)]
+    _turn_to(_python(asked.keras))
+    files = [file for file in _files() if file.startswith(asked.only)]
     is_whole = asked.all or bool(asked.passes)
     jobs = []
     for one in (Pass(name) for name in asked.passes or (*WHOLE, *SAMPLED)):
@@ -157,11 +161,11 @@ def main(arguments: list[str]) -> int:
         if not is_whole and share < 1.0:
             chosen = [file for file in chosen if _is_drawn(f"{asked.seed}/{one.name}/{file}", OF_FILES)]
         chunks = [chosen[start : start + size] for start in range(0, len(chosen), max(size, 1))]
-        jobs += [(python, one, chunk, f"{asked.seed}/{share}") for chunk in chunks]
+        jobs += [(one, chunk, f"{asked.seed}/{share}") for chunk in chunks]
     with ThreadPoolExecutor(WORKERS) as workers:
         found = list(workers.map(lambda job: outcomes_of(*job), jobs))
     outcomes: dict[Pass, dict[str, Outcome]] = {}
-    for (_, one, *_), became in zip(jobs, found, strict=True):
+    for (one, *_), became in zip(jobs, found, strict=True):
         outcomes.setdefault(one, {}).update(became)
     if asked.json:
         told = {one.name: {test: astuple(b) for test, b in found.items()} for one, found in outcomes.items()}
@@ -200,9 +204,17 @@ def _python(keras: str) -> Path:
     return layered(environment(), packages + ([f"keras=={keras}"] if keras else []))
 
 
-def _files(python: Path) -> list[str]:
+def _turn_to(python: Path) -> None:
+    """Goes on in this Python."""
+    from ci.test import surroundings
+
+    if Path(sys.executable) != python:
+        os.execve(python, [str(python), *sys.argv], surroundings(python, ROOT))
+
+
+def _files() -> list[str]:
     """The names of Keras's files of tests, `layers.core.dense_test`: those of GROUPS and API."""
-    source = _source(python)
+    source = _source()
     paths = [path.relative_to(source).with_suffix("") for path in source.rglob("*_test.py")]
     names = sorted(".".join(path.parts) for path in paths if path.parts[0] in GROUPS)
     if not names or not (source / f"{API.replace('.', '/')}.py").exists():
@@ -210,20 +222,21 @@ def _files(python: Path) -> list[str]:
     return [API, *names]
 
 
-def _source(python: Path) -> Path:
-    code = "import importlib.util; print(importlib.util.find_spec('keras').submodule_search_locations[0])"
-    told = subprocess.run((python, "-c", code), check=True, capture_output=True, text=True, cwd="/")
-    return Path(told.stdout.strip()) / "src"
+def _source() -> Path:
+    found = importlib.util.find_spec("keras")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent / "src"
 
 
-def outcomes_of(python: Path, one: Pass, files: Sequence[str], sample: str) -> dict[str, Outcome]:
+def outcomes_of(one: Pass, files: Sequence[str], sample: str) -> dict[str, Outcome]:
     """What became of the tests of some files, in as many processes as it takes: one ends where it hangs or dies."""
     outcomes: dict[str, Outcome] = {}
     while True:
         with tempfile.TemporaryDirectory(prefix="unidist-keras-") as folder:
             (Path(folder) / "done").write_text("\n".join(outcomes))
-            ended = _process(python, one, files, {"KERAS_OWN_FOLDER": folder, "KERAS_OWN_SAMPLE": sample})
-            told = [_told(Path(folder) / f"told-{rank}.jsonl", ended) for rank in range(one.processes)]
+            code, said = _process(one, files, {"KERAS_OWN_FOLDER": folder, "KERAS_OWN_SAMPLE": sample})
+            told = [_told(Path(folder) / f"told-{rank}.jsonl", code, said) for rank in range(one.processes)]
         before = len(outcomes)
         found = _together(told)
         is_done = found.pop("", None) is not None and all("" in rank for rank in told)
@@ -231,39 +244,58 @@ def outcomes_of(python: Path, one: Pass, files: Sequence[str], sample: str) -> d
         if is_done:
             return outcomes
         if len(outcomes) == before:
-            said = "\n".join(ended.stdout.splitlines()[-40:])
-            return {**outcomes, files[0]: Outcome("failed", f"exit code {ended.returncode}:\n{said}")}
+            last = "\n".join(said.splitlines()[-40:])
+            return {**outcomes, files[0]: Outcome("failed", f"exit code {code}:\n{last}")}
 
 
-def _process(
-    python: Path, one: Pass, files: Sequence[str], environment: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
+def _process(one: Pass, files: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """The exit code of a process of tests, or of its launcher, and what it said."""
     from ci.test import surroundings
+    from tests.visible import QUICK_JAX
+    from unidist.testing import forkserver
 
-    source = _source(python)
+    source = _source()
     paths = [str(source / f"{file.replace('.', '/')}.py") for file in files]
     own = {"BACKEND": one.backend, "DEVICES": str(one.devices or ""), "UNDER": one.under}
-    environment = {
-        **surroundings(python, ROOT),
-        **environment,
-        **{f"KERAS_OWN_{name}": value for name, value in own.items()},
+    imported = {
+        **surroundings(Path(sys.executable), ROOT),
         "KERAS_BACKEND": one.keras,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(SUITE))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "OMP_NUM_THREADS": "1",
+        **QUICK_JAX,
     }
-    launcher = ("-m", "unidist", "run", "-n", str(one.processes), "--grace", "1") if one.processes > 1 else ()
-    pytest = ("-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
+    environment = {**imported, **environment, **{f"KERAS_OWN_{name}": value for name, value in own.items()}}
     limit: tuple[str, ...] = (f"--timeout={SECONDS}", "--timeout-method=thread", "--continue-on-collection-errors")
     limit += ("-x",) if one.processes > 1 else ()
-    command = (str(python), *launcher, *pytest, *limit, "-c", str(SUITE / "pytest.ini"), f"--rootdir={source}", *paths)
-    return subprocess.run(
-        command, env=environment, cwd=SUITE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    pytest = ("-q", "-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *limit)
+    pytest += ("-c", str(SUITE / "pytest.ini"), f"--rootdir={source}", *paths)
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        if one.is_plain or one.processes > 1:
+            launcher = ("-m", "unidist", "run", "-n", str(one.processes), "--grace", "1") if not one.is_plain else ()
+            command = (sys.executable, *launcher, "-m", "pytest", *pytest)
+            ended = subprocess.run(command, env=environment, cwd=SUITE, stdout=said, stderr=subprocess.STDOUT)
+            code = ended.returncode
+        else:
+            server, out = forkserver.server(imported, IMPORTED), said.fileno()
+            with open(os.devnull) as nothing:
+                code = server.fork(
+                    "ci.keras_own:tests", environment, nothing.fileno(), out, out, arguments=pytest
+                ).wait()
+        said.seek(0)
+        return code, said.read()
 
 
-def _told(path: Path, process: subprocess.CompletedProcess[str]) -> dict[str, Outcome]:
+def tests(*arguments: str) -> None:
+    """In a forked process."""
+    import pytest
+
+    os.chdir(SUITE)
+    sys.exit(pytest.main(list(arguments)))
+
+
+def _told(path: Path, code: int, said: str) -> dict[str, Outcome]:
     """What a process wrote down; a test that it began and did not end is the one that it ended at. "": all ended."""
     told: dict[str, Outcome] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -271,7 +303,7 @@ def _told(path: Path, process: subprocess.CompletedProcess[str]) -> dict[str, Ou
         became = Outcome(one["became"], one.get("why", ""), one.get("carriers", 0))
         if _rank_of(became) > _rank_of(told.get(one["test"])):
             told[one["test"]] = became
-    how = f"hung for {SECONDS} seconds" if "+++ Timeout +++" in process.stdout else f"ended by {process.returncode}"
+    how = f"hung for {SECONDS} seconds" if "+++ Timeout +++" in said else f"ended by {code}"
     ended = Outcome("failed", f"the process {how} at it")
     return {test: ended if became.became == "begun" else became for test, became in told.items()}
 

@@ -4,7 +4,7 @@
 Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
 Its Python is the system's, if that is of the same version and the one that runs this was not optimized when it was
 built. Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then, at
-once, ruff, import-linter, mypy and, where it is due, ci/fresh.py; a sample of Keras's own tests (ci/keras_own.py); then
+once, ruff, import-linter, mypy, a sample of Keras's own tests (ci/keras_own.py) and, where it is due, ci/fresh.py; then
 every test in one pytest run of three workers: tests/unit, then the longest files first (ci/timing.py). Ends where a
 check has failed, or at the twentieth failure of a test.
 
@@ -85,7 +85,8 @@ def main(arguments: list[str]) -> int:
         # What mypy read of torch and JAX is kept with the environment: from nothing it takes half a minute.
         kept = {"MYPY_CACHE_DIR": str(python.parents[1] / "mypy")}
         checks = [(str(python.parent / name), *words) for name, *words in CHECKS]
-        if code := run_together([*checks, *fresh], env=kept):
+        own = [(str(python), str(KERAS_OWN))] if not arguments else []
+        if code := run_together([*checks, *fresh, *own], env=kept):
             return code
     if arguments == ["--checks"]:
         return 0
@@ -108,7 +109,7 @@ def main(arguments: list[str]) -> int:
     install_ip()
     whole = {"TESTS_ALL": "1"} if "--all" in arguments else {}
     tests = [argument for argument in arguments if argument != "--all"]
-    if not tests and (code := run(python, KERAS_OWN, *(["--all"] if whole else []))):
+    if whole and not tests and (code := run(python, KERAS_OWN, "--all")):
         return code
     with programs(python) as compiled:
         return run(python, *PYTEST, *(tests or ["tests"]), env={**whole, **compiled})
@@ -294,7 +295,7 @@ def run(*command: str | Path, env: Mapping[str, str] | None = None) -> int:
 
 
 def run_together(commands: Sequence[Sequence[str]], env: Mapping[str, str]) -> int:
-    """Runs commands at once, each of which uses one core; shows what each said when it and all before it have ended."""
+    """Runs commands at once; shows what each said when it and all before it have ended."""
     running = []
     for command in commands:
         own = {**surroundings(Path(command[0]), ROOT), **env}

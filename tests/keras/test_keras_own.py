@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,8 +46,8 @@ def test_a_strategy_is_in_force_and_a_process_that_dies_is_one_failure(
 ) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "a_test.py").write_text(PROGRAM)
-    monkeypatch.setattr(keras_own, "_source", lambda python: tmp_path)
-    found = keras_own.outcomes_of(Path(sys.executable), Pass("sim-zero3"), ["models.a_test"], "0/1")
+    monkeypatch.setattr(keras_own, "_source", lambda: tmp_path)
+    found = keras_own.outcomes_of(Pass("sim-zero3"), ["models.a_test"], "0/1")
     assert found == {
         "models.a_test.Own.test_a_strategy": Outcome("passed"),
         "models.a_test.Own.test_b_dies": Outcome("failed", "the process ended by 3 at it"),
@@ -80,8 +79,8 @@ class Own(testing.TestCase):
 def test_operations_run_on_carriers_in_each_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "a_test.py").write_text(OPERATIONS)
-    monkeypatch.setattr(keras_own, "_source", lambda python: tmp_path)
-    found = keras_own.outcomes_of(Path(sys.executable), Pass("carriers-ops"), ["ops.a_test"], "0/1")
+    monkeypatch.setattr(keras_own, "_source", lambda: tmp_path)
+    found = keras_own.outcomes_of(Pass("carriers-ops"), ["ops.a_test"], "0/1")
     # One on each of two ranks, three times, and of three.
     assert found["ops.a_test.Own.test_carriers"] == Outcome("passed", carriers=9)
     assert found["ops.a_test.Own.test_none"] == Outcome("passed")
