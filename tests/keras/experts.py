@@ -64,7 +64,9 @@ def net() -> Any:
     return keras.Model(given, layers.Dense(WORDS, name="words")(x))
 
 
-def trained(sizes: dict[str, int] | None, zero: int = 0, experts: str = "all", alike: bool = False) -> Result:
+def trained(
+    sizes: dict[str, int] | None, zero: int = 0, experts: str = "all", alike: bool = False, rows: int = ROWS
+) -> Result:
     """Trains on the next token.
 
     Args:
@@ -73,7 +75,7 @@ def trained(sizes: dict[str, int] | None, zero: int = 0, experts: str = "all", a
     """
     fresh()
     rng = np.random.default_rng(5)
-    x = np.ones((ROWS, LENGTH), int) if alike else rng.integers(1, WORDS, (ROWS, LENGTH))
+    x = np.ones((rows, LENGTH), int) if alike else rng.integers(1, WORDS, (rows, LENGTH))
     chosen = None if sizes is None else unidist.ModelParallel(unidist.Mesh(sizes), zero=zero, experts=experts)
     with scope(chosen), unidist.ledger() as book:
         model = net()
@@ -86,13 +88,13 @@ def trained(sizes: dict[str, int] | None, zero: int = 0, experts: str = "all", a
         evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0)
         predicted = model.predict(x, batch_size=BATCH, verbose=0)
         why = "" if sizes is None else "".join(unidist.describe(model).why.values())
-        rows = [row for row in unidist.describe(model).rows if row.kind == "weights" and "bank" in row.path]
+        banks = [row for row in unidist.describe(model).rows if row.kind == "weights" and "bank" in row.path]
     return {
         "history": history,
         "evaluated": evaluated,
         "predicted": predicted,
         "_why": why,
-        "_held": {row.path.split("/")[-1]: row.local_shape[0] for row in rows},
+        "_held": {row.path.split("/")[-1]: row.local_shape[0] for row in banks},
         "_sent": Counter(event.op for event in book.events if event.axes == ("model",)),
         **told(model),
     }

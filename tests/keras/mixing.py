@@ -348,11 +348,11 @@ def data(name: str, rows: int = ROWS) -> tuple[Any, Any, Any]:
     return x, (np.arange(rows) % 4).astype("int32"), rng.uniform(0.1, 3.0, rows).astype("float32")
 
 
-def mixed(kind: str | None, zero: int, name: str, weighted: bool) -> Result:
+def mixed(kind: str | None, zero: int, name: str, weighted: bool, rows: int = ROWS) -> Result:
     """Trains, evaluates and predicts; `kind`: None for one device."""
     fresh()
     build, loss, _ = CASES[name]
-    x, y, weights = data(name)
+    x, y, weights = data(name, rows)
     rules = TABLES if name == "filtering" else RULES
     with scope(None if kind is None else strategy(kind, rules, zero=zero)), unidist.ledger() as book:
         model = build()

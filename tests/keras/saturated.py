@@ -11,7 +11,7 @@ from keras import layers, ops
 
 from tests.support.runs import Result, fresh, scope, strategy, told
 
-ROWS, BATCH, WIDTH = 22, 8, 8
+ROWS, BATCH, WIDTH = 16, 8, 8
 RULES: dict[str, tuple[str | None, ...]] = {".*a/kernel": (None, "model"), ".*z/kernel": ("model", None)}
 
 

@@ -81,7 +81,7 @@ def test_tensorflow_refuses_to_dispatch(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("experts", ["all", "dispatch"])
 def test_programs(experts: str, alone: Alone, worlds: Worlds) -> None:
-    """In a program all experts compute: it has one shape for all batches."""
-    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, experts):
-        same(found, alone.run("torch", RUN, None))
+    """In a program all experts compute: it has one shape for all batches, and these are full."""
+    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, TWO, 0, experts, False, 8):
+        same(found, alone.run("torch", RUN, None, 0, "all", False, 8))
         assert found["_unfit"] == []

@@ -82,8 +82,10 @@ def test_it_trains_as_one_device(
 def test_on_tensorflow_over_horovod_it_trains_as_one_device(case: str, alone: Alone, worlds: Worlds) -> None:
     world = worlds.get("horovod-2-tensorflow")
     mixing = world.call("tests.keras.mixing:mixing_of", case)[0]
-    wanted = alone.run("tensorflow", RUN, None, 0, case, True)
-    for found in world.call(RUN, "dp", 0, case, True):
+    # A ragged batch is traced once more.
+    how = case, True, *unless_all((22 if case == "own" else 16,), ())
+    wanted = alone.run("tensorflow", RUN, None, 0, *how)
+    for found in world.call(RUN, "dp", 0, *how):
         same(found, wanted)
         assert found["_mixing"], mixing
         assert given_all_rows(found) or mixing == {"activity regularizer of stack/dense"}
