@@ -69,7 +69,8 @@ def test_tensors_that_move_by_themselves_train_as_one_device(zero: int, alone: A
     ids=lambda p: getattr(p, "name", p),
 )
 def test_every_stage_on_dtensor(spec: Spec, zero: int, alone: Alone, worlds: Worlds) -> None:
-    case = "mlp_ragged_adam"
+    """Of full batches: a ragged one, which test_tensorflow.py has at stage 3, would be traced once more."""
+    case = "mlp"
     wanted = alone.train("tensorflow", case)
     assert len(wanted.logs) >= 5
     plain, found = (worlds.train("tensorflow-4", case, replace(spec, zero=stage))[0] for stage in (0, zero))
