@@ -96,7 +96,7 @@ def stepped(kind: str | None, how: str) -> Result:
     fresh()
     case = CASES["conv"]
     # Eagerly each op is a program of its own for each size of batches.
-    rows, tested, predicted = (BATCH, BATCH, BATCH) if how == "eagerly" else (None, 5, 9)
+    rows, tested = (BATCH, BATCH) if how == "eagerly" else (None, ROWS // 2)
     data = {key: case.data()[key][:rows] for key in ("x", "y")}
     with scope(strategy(kind, case.rules)):
         model = case.build()
@@ -115,7 +115,7 @@ def stepped(kind: str | None, how: str) -> Result:
         return {"outputs": outputs, **told(model)}
     history = model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
     outputs = [history, model.evaluate(**data, batch_size=tested, verbose=0)]
-    outputs.append(model.predict(data["x"], predicted, verbose=0))
+    outputs.append(model.predict(data["x"], tested, verbose=0))
     seen = sorted(set(getattr(model, "rows_seen", ())))
     return {"outputs": outputs, "rows": seen, **told(model)}
 

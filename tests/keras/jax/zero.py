@@ -12,13 +12,13 @@ import keras
 import numpy as np
 
 import unidist
-from tests.keras.jax.models import BATCH, CASES, compile_case
+from tests.keras.jax.models import BATCH, CASES, ROWS, compile_case
 from tests.keras.jax.programs import made
 from tests.support.runs import Result, fresh, scope, strategy, told
 
 
 def train(name: str, kind: str | None, zero: int, optimizer: str = "adam") -> Result:
-    """Five batches, the last ragged, then evaluate and predict with batches that do not divide."""
+    """Five batches, the last ragged, then evaluate and predict with batches of one size that does not divide."""
     fresh()
     data = CASES[name].data()
     with scope(_strategy(name, kind, zero)):
@@ -26,8 +26,8 @@ def train(name: str, kind: str | None, zero: int, optimizer: str = "adam") -> Re
         with unidist.ledger() as book:
             history = model.fit(**data, batch_size=BATCH, epochs=1, shuffle=True, verbose=0).history
         scored = {key: value for key, value in data.items() if key != "class_weight"}
-        evaluated = model.evaluate(**scored, batch_size=5, verbose=0, return_dict=True)
-        predicted = model.predict(data["x"], batch_size=9, verbose=0)
+        evaluated = model.evaluate(**scored, batch_size=ROWS // 2, verbose=0, return_dict=True)
+        predicted = model.predict(data["x"], batch_size=ROWS // 2, verbose=0)
     sent = {op: book.bytes(op) for op in ("all_reduce", "reduce_scatter", "all_gather")}
     seen = {"history": history, "evaluate": evaluated, "predict": predicted, "sent": sent}
     return {**seen, **_measured(model, name, kind), **told(model)}
