@@ -282,7 +282,7 @@ def load_and_go_on(name: str, spec: Spec | None, folder: str) -> Result:
             start=first,
             logs=logs,
             weights=weights_of(model, spec),
-            evaluate=evaluated(model, case, data),
+            evaluate={},
             predict=before,
             variables=variables_of(model, spec),
             traffic=traffic,
