@@ -196,14 +196,30 @@ def fitted(
 
 
 def evaluated(model: Any, case: Case, data: dict[str, Any]) -> dict[str, float]:
+    """Where each size of batches is a program more: of full batches."""
+    import keras
+
     known = {key: data[key] for key in ("x", "y", "sample_weight") if key in data}
+    if keras.config.backend() != "torch":
+        full = _rows(data) // case.batch * case.batch
+        known = keras.tree.map_structure(lambda value: value[:full], known)
     found = model.evaluate(**known, batch_size=case.batch, verbose=0, return_dict=True)
     return {key: float(value) for key, value in found.items()}
 
 
 def predicted(model: Any, case: Case, data: dict[str, Any]) -> dict[str, Any]:
-    found = model.predict(data["x"], batch_size=case.batch, verbose=0)
+    """Where each size of batches is a program more: of two, which four devices mostly do not divide."""
+    import keras
+
+    batch = case.batch if keras.config.backend() == "torch" else -(-_rows(data) // 2)
+    found = model.predict(data["x"], batch_size=batch, verbose=0)
     return dict(found) if isinstance(found, dict) else {"y": found}
+
+
+def _rows(data: dict[str, Any]) -> int:
+    import keras
+
+    return len(keras.tree.flatten(data["x"])[0])
 
 
 def weights_from_numpy(model: Any) -> list[Any]:
