@@ -30,9 +30,9 @@ from unidist.testing.processes import ProcessWorld
 
 DURATIONS = Path(__file__).parent / "durations.json"
 FIRST = "tests/unit/"
-# Workers that take any file, and the share of a core that a file for the others uses at most.
+# Workers that take any file, and the share of all workers' seconds that the files for the others took.
 COMPUTING = ("gw0", "gw1")
-WAITING = 0.7
+WAITING = 0.32
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Scheduling(LoadFileScheduling):
 
     def _next_for(self, node: WorkerController) -> str | None:
         if node.gateway.id in COMPUTING:
-            return next((file for file in self.workqueue if not waits(file)), next(iter(self.workqueue)))
-        return next((file for file in self.workqueue if waits(file)), None)
+            return next((file for file in self.workqueue if file not in waiting()), next(iter(self.workqueue)))
+        return next((file for file in self.workqueue if file in waiting()), None)
 
 
 @functools.cache
@@ -95,9 +95,17 @@ def known() -> dict[str, dict[str, float]]:
     return files
 
 
-def waits(file: str) -> bool:
-    took = known().get(file, {"wall": 0.0, "cpu": 0.0})
-    return took["cpu"] < WAITING * took["wall"]
+@functools.cache
+def waiting() -> frozenset[str]:
+    """Returns the files that used the smallest shares of a core, which is less where more workers share the cores."""
+    files = sorted(known().items(), key=lambda one: one[1]["cpu"] / max(one[1]["wall"], 0.1))
+    left, found = WAITING * sum(took["wall"] for _, took in files), []
+    for name, took in files:
+        left -= took["wall"]
+        if left < 0:
+            break
+        found.append(name)
+    return frozenset(found)
 
 
 class Timing:
