@@ -87,6 +87,22 @@ def test_a_leaf_that_was_written_to_where_it_is_whole_stays_a_leaf() -> None:
     backend.run(program)
 
 
+def test_a_leaf_without_a_gradient_that_was_written_to_keeps_its_memory() -> None:
+    """What is written into the whole is in the part of whoever keeps it."""
+    backend, made = spaces()
+    table = torch.arange(20.0).reshape(4, 5)
+
+    def program(rank: int) -> None:
+        _, inner = made()
+        kept = table.split((3, 2), 1)[inner.places[0]].clone()
+        x: Any = wrap(kept, inner.spec((chunked(1, 5, 2),), (4, 5)))
+        x.whole().mul_(2)
+        torch.testing.assert_close((x + 1).whole(), 2 * table + 1)
+        torch.testing.assert_close(kept, 2 * table.split((3, 2), 1)[inner.places[0]])
+
+    backend.run(program)
+
+
 def test_what_was_only_broadcast_is_joined_once() -> None:
     backend, made = spaces()
 

@@ -201,7 +201,8 @@ class Around:
 
 def same(adapter: Any, read: Callable[[], Iterable[Any]], processes: Processes) -> Around:
     """Returns an adapter for data that every process reads whole: all must see the same."""
-    return Around(adapter, lambda: Views(adapter, processes).checked(read()))
+    # An iterator is made at once, as Keras makes it, who makes one more than is read: a shuffle draws when one is made.
+    return Around(adapter, lambda: Views(adapter, processes).checked(iter(read())))
 
 
 def in_step(adapter: Any, read: Callable[[], Iterable[Any]], meeting: Meeting) -> Around:

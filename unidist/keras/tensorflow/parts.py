@@ -67,7 +67,7 @@ def adapting(original: Any, *args: Any, **kwargs: Any) -> Any:
     if meeting is not None:
         around = in_step(adapter, lambda: (tree.map_structure(_known, batch) for batch in dataset), meeting)
     else:
-        around = same(adapter, lambda: iter(dataset), several)
+        around = same(adapter, lambda: dataset, several)
     around.element_spec = dataset.element_spec
     return around
 

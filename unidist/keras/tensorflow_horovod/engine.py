@@ -220,7 +220,7 @@ def adapting(original: Any, *args: Any, **kwargs: Any) -> Any:
     if several is None:
         return adapter
     dataset = adapter.get_tf_dataset()
-    return same(adapter, lambda: iter(dataset), several)
+    return same(adapter, lambda: dataset, several)
 
 
 def processes() -> Processes | None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from unidist.backends.torch.sharded import binding, writing
-from unidist.backends.torch.sharded.binding import Local
 from unidist.backends.torch.sharded.moving import plain_in
 from unidist.backends.torch.sharded.nested import PLAIN, replaced
 from unidist.backends.torch.sharded.plans import Plan, make_plan, name_of
@@ -183,7 +182,7 @@ def _run(
 
 def _with_parts(
     plan: Plan,
-    local: Local | None,
+    local: binding.Local | None,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
